@@ -45,11 +45,21 @@ def without_wrappers(path: str) -> str:
 
 
 def input_embedding(model: nn.Module) -> torch.Tensor | None:
-    """The weight of a transformers model's input embedding; None if it has none."""
+    """The weight of a transformers model's input embedding; None if it has none, or if that is of no tokens."""
     try:
-        return getattr(model.get_input_embeddings(), 'weight', None)
+        layer = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return None
+    if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):  # of images or sound
+        return None
+    # peft's wrapper of trained tokens would compute a weight, of slices with ZeRO-3 or FSDP
+    return getattr(getattr(layer, 'token_adapter', layer), 'weight', None)
+
+
+def token_embeddings(model: nn.Module) -> list[torch.Tensor]:
+    """Those of a transformers model and of the models in it: encoder and decoder may have vocabularies of their own."""
+    found = (input_embedding(part) for part in model.modules() if hasattr(part, 'get_input_embeddings'))
+    return list({id(weight): weight for weight in found if weight is not None}.values())
 
 
 def model_class(model: nn.Module) -> type[nn.Module]:

@@ -24,6 +24,7 @@ def zero_engine(
     *,
     bf16: bool = True,
     two_groups: bool = False,
+    without: str | None = None,
     sections: Mapping[str, Any] | None = None,
     mpu: Any = None,
     **zero: Any,
@@ -32,13 +33,15 @@ def zero_engine(
 
     Args:
         two_groups: Put matrices and vectors into two parameter groups, as trainers do for weight decay.
+        without: The optimizer has no parameters with this in their names, but they need gradients.
         mpu: What knows the process groups, if DeepSpeed does not make them.
         sections: Like ``zero``, an argument of :func:`tests.helpers.zero_config.zero_config`.
     """
     import deepspeed
     import torch
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [parameter for name, parameter in named if without is None or without not in name]
     if two_groups:
         trained = [{'params': [p for p in trained if (p.ndim > 1) == matrices]} for matrices in (True, False)]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)

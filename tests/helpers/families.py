@@ -41,6 +41,20 @@ _TEXT_DECODERS: Models = {
     'falcon': ('FalconForCausalLM', 'FalconConfig', {**DECODER, 'ffn_hidden_size': 77}),
     'gptj': ('GPTJForCausalLM', 'GPTJConfig', {**_GPT, 'rotary_dim': 4, 'n_inner': 77}),
     'nemotron': ('NemotronForCausalLM', 'NemotronConfig', DECODER),
+    'apertus': ('ApertusForCausalLM', 'ApertusConfig', DECODER),  # its __init__ reads the dtype
+    'gemma4_text': (  # its config has other head sizes in some layers
+        'Gemma4ForCausalLM',
+        'Gemma4TextConfig',
+        {
+            **DECODER,
+            'num_hidden_layers': 6,
+            'head_dim': 8,
+            'global_head_dim': 16,
+            'hidden_size_per_layer_input': 8,
+            'vocab_size_per_layer_input': 131,
+            'sliding_window': 16,
+        },
+    ),
 }
 
 _EXPERTS: Models = {
@@ -76,6 +90,36 @@ _EXPERTS: Models = {
             'mamba_d_state': 7,
         },
     ),
+    'ernie4_5_vl_moe': (  # experts for text and for images are one list in its files
+        'Ernie4_5_VLMoeForConditionalGeneration',
+        'Ernie4_5_VLMoeConfig',
+        {
+            'text_config': {
+                **DECODER,
+                'hidden_size': 256,
+                'head_dim': 128,
+                'num_attention_heads': 2,
+                'num_key_value_heads': 1,
+                'moe_num_experts': 3,
+                'moe_intermediate_size': [16, 24],
+                'moe_k': 2,
+                'moe_num_shared_experts': 1,
+            },
+            'vision_config': {
+                'depth': 1,
+                'hidden_size': 32,
+                'intermediate_size': 48,
+                'num_heads': 4,
+                'text_hidden_size': 256,
+            },
+            'image_start_token_id': 120,
+            'image_end_token_id': 121,
+            'image_token_id': 122,
+            'video_start_token_id': 123,
+            'video_end_token_id': 124,
+            'video_token_id': 125,
+        },
+    ),
     'gpt_oss': ('GptOssForCausalLM', 'GptOssConfig', {**_MOE, 'head_dim': 10, 'num_local_experts': 4}),
 }
 
@@ -94,6 +138,31 @@ _ENCODERS: Models = {
     ),
     'bart': ('BartForConditionalGeneration', 'BartConfig', _SEQ2SEQ),
     'pegasus': ('PegasusForConditionalGeneration', 'PegasusConfig', _SEQ2SEQ),
+    'musicgen': (  # text_encoder and decoder are both text configs
+        'MusicgenForConditionalGeneration',
+        'MusicgenConfig',
+        {
+            'text_encoder': {**zoo.MODELS['t5'][2], 'model_type': 't5'},
+            'audio_encoder': {
+                'model_type': 'encodec',
+                'num_filters': 4,
+                'hidden_size': 16,
+                'codebook_size': 32,
+                'codebook_dim': 16,
+                'upsampling_ratios': [2, 2],
+                'target_bandwidths': [1.0],
+                'sampling_rate': 800,
+            },
+            'decoder': {
+                'vocab_size': 32,
+                'hidden_size': 40,
+                'ffn_dim': 77,
+                'num_hidden_layers': 1,
+                'num_attention_heads': 4,
+                'num_codebooks': 2,
+            },
+        },
+    ),
     'umt5': ('UMT5ForConditionalGeneration', 'UMT5Config', zoo.MODELS['t5'][2]),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.zoo import DECODER, GEMMA, MODELS, ODD_DECODER, VISION_TOWER, Models
+from tests.helpers.zoo import DECODER, GEMMA, MODELS, ODD_DECODER, SPECIAL_TOKENS, VISION_TOWER, Models
 
 _LLAMA = {**ODD_DECODER, 'model_type': 'llama'}
 _QWEN2 = {**DECODER, 'model_type': 'qwen2'}
@@ -36,7 +36,57 @@ _PALIGEMMA = {
 }
 _IDEFICS = {'vision_config': VISION_TOWER, 'text_config': _LLAMA, 'image_token_id': 130, 'scale_factor': 2}
 
+_SWIN = {
+    'image_size': 32,
+    'patch_size': 4,
+    'embed_dim': 24,
+    'depths': [1, 2],
+    'num_heads': [2, 3],
+    'window_size': 4,
+}
+_SIZES = {'hidden_sizes': [14, 21], 'depths': [1, 2]}
+
+#: Classes that read values while they are built, in transformers 4.48: rates of stochastic depth.
+_WITH_RATES: Models = {
+    'swin': ('SwinForImageClassification', 'SwinConfig', {**_SWIN, 'num_labels': 3}),
+    'beit': ('BeitForImageClassification', 'BeitConfig', {**VISION_TOWER, 'num_labels': 3}),
+    'convnext': ('ConvNextForImageClassification', 'ConvNextConfig', {**_SIZES, 'num_stages': 2, 'num_labels': 3}),
+    'segformer': (
+        'SegformerForImageClassification',
+        'SegformerConfig',
+        {
+            **_SIZES,
+            'num_encoder_blocks': 2,
+            'sr_ratios': [2, 1],
+            'patch_sizes': [7, 3],
+            'strides': [4, 2],
+            'num_attention_heads': [1, 3],
+            'mlp_ratios': [2, 2],
+            'decoder_hidden_size': 15,
+        },
+    ),
+    'donut': (
+        'VisionEncoderDecoderModel',
+        'VisionEncoderDecoderConfig',
+        {
+            'encoder': {**_SWIN, 'model_type': 'donut-swin'},
+            'decoder': {
+                **SPECIAL_TOKENS,
+                'model_type': 'mbart',
+                'is_decoder': True,
+                'add_cross_attention': True,
+                'vocab_size': 131,
+                'd_model': 40,
+                'decoder_layers': 1,
+                'decoder_attention_heads': 4,
+                'decoder_ffn_dim': 77,
+            },
+        },
+    ),
+}
+
 VISION: Models = {
+    **_WITH_RATES,
     'llava_tied': ('LlavaForConditionalGeneration', 'LlavaConfig', _TIED),
     'llava_onevision': (
         'LlavaOnevisionForConditionalGeneration',

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +76,12 @@ class Exporter(ABC):
         """The base model's tokenizer; None if it has none. Its code is trusted if the model's was. Runs on: rank 0."""
         return load_tokenizer(self.base_dir, trust_remote_code=self._model is not None and is_remote_code(self._model))
 
+    @cached_property
+    def n_base_tokens(self) -> int:
+        """The number of tokens of :meth:`base_tokenizer`; 0 without one. Runs on: rank 0."""
+        tokenizer = self.base_tokenizer()
+        return 0 if tokenizer is None else len(tokenizer)
+
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         """Write all files except the weights, create the entries' folders, and return warnings. Runs on: rank 0.
@@ -93,20 +100,26 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
         OptionError: The option names a folder without tokenizer files.
     """
     tokenizer = option if option is not None else of_the_run
+    warnings = []
     if isinstance(tokenizer, dict):
-        return build_from_config(tokenizer), []
-    if isinstance(tokenizer, (str, Path)):
+        tokenizer = build_from_config(tokenizer)
+    elif isinstance(tokenizer, (str, Path)):
         found = load_tokenizer(str(tokenizer), trust_remote_code=False)
         if found is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
         return found, []
+    if tokenizer is not None and not hasattr(tokenizer, 'save_pretrained'):
+        found_kind = f'{type(tokenizer).__module__}.{type(tokenizer).__qualname__}'
+        warnings.append(f"the run's tokenizer is a {found_kind}, not one of transformers: it is not saved")
+        tokenizer = None
     if tokenizer is None:
         tokenizer = exporter.base_tokenizer()
-    if tokenizer is not None:
-        return tokenizer, []
     base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
-    warning = f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer'
-    return None, [warning]
+    if tokenizer is None:
+        warnings.append(f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer')
+    elif warnings:
+        warnings.append(f'the tokenizer of {base} will be saved')
+    return tokenizer, warnings
 
 
 class CompositeExporter(Exporter):

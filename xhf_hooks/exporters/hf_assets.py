@@ -12,7 +12,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from xhf_hooks.model import model_class
 if TYPE_CHECKING:
     from torch import nn
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+    from xhf_hooks.exporters.base import Exporter
 
 _ROPE = 'rope_parameters'
 #: Types that transformers 4 computes (``ROPE_INIT_FUNCTIONS`` in ``modeling_rope_utils.py`` of 4.57). Others are
@@ -69,7 +71,7 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
             setattr(part, dtype_option, getattr(config, dtype_option))
     base = _base_json(base_dir, 'config.json')
-    text = config.get_text_config()
+    text = text_config(config)
     _restore_use_cache(config, base)
     if text is not config:
         name = next((name for name, part in vars(config).items() if part is text), None)
@@ -77,13 +79,24 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     return config
 
 
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part that describes the text model; the whole if there is none, or if there are several, as in MusicGen."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
+
+
 def _restore_use_cache(part: PretrainedConfig, base: Mapping[str, Any]) -> None:
     """Trainer sets it on the outer config of composite models, too, where the base may have none."""
     if getattr(part, 'use_cache', None) is not False:
         return
-    before = base.get('use_cache', getattr(type(part)(), 'use_cache', None))
+    default = None
+    with suppress(Exception):  # a class without defaults, such as VisionEncoderDecoderConfig, or custom code
+        default = getattr(type(part)(), 'use_cache', None)
+    before = base.get('use_cache', default)
     if before is None:
-        del part.use_cache
+        vars(part).pop('use_cache', None)
     else:
         part.use_cache = before
 
@@ -191,11 +204,14 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
-def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0."""
-    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
+def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None, exporter: Exporter) -> None:
+    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0.
+
+    Not one like the base's own: some bases have more tokens than embeddings, such as Gemma 3's text models.
+    """
+    if embedding_rows is None or not hasattr(tokenizer, '__len__') or len(tokenizer) <= embedding_rows:
         return
-    if len(tokenizer) > embedding_rows:
+    if len(tokenizer) > exporter.n_base_tokens:
         raise ModelError(
             f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
             f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
@@ -229,7 +245,7 @@ def _parts(
 
     yield name, config, fields
     for key, value in fields.items():
-        part = getattr(config, key, None)
+        part = vars(config).get(key)  # getattr raises where it differs between layers, as in Gemma 4
         if isinstance(value, dict) and isinstance(part, PretrainedConfig):
             yield from _parts(f'{name}{key}.', part, value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
@@ -14,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
+from xhf_hooks.exporters.on_meta import built_on_meta, config_to_build
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
-from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
+from xhf_hooks.model import input_embedding, model_class, module_tensors, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -69,7 +68,7 @@ class HuggingFaceExporter(Exporter):
         embedding = input_embedding(self._reference)
         rows = [own[n].shape[0] for n, tensor in module_tensors(self._reference) if tensor is embedding and n in own]
         if rows and rows[0] != embedding.shape[0]:  # training resized it; mllama's has more rows than vocab_size
-            self._config.get_text_config().vocab_size = rows[0]
+            hf_assets.text_config(self._config).vocab_size = rows[0]
             self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
         for alias in self._redundant_names(own):
@@ -107,8 +106,8 @@ class HuggingFaceExporter(Exporter):
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        embedding = input_embedding(self._reference)
-        hf_assets.require_vocabulary(tokenizer, None if embedding is None else embedding.shape[0])
+        rows = max((weight.shape[0] for weight in token_embeddings(self._reference)), default=None)
+        hf_assets.require_vocabulary(tokenizer, rows, self)
         return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -251,10 +250,14 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device, unpartitioned even at ZeRO-3."""
-    with _without_zero_init(), torch.device('meta'):
-        model = kind(copy.deepcopy(config))  # a model's __init__ may edit its config
+
+    def build() -> PreTrainedModel:
+        model = kind(config_to_build(config))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
+
+    with _without_zero_init():
+        return built_on_meta(build)
 
 
 @contextmanager

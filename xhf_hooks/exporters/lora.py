@@ -18,7 +18,7 @@ from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, u
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, find_pretrained, pretrained_in
 from xhf_hooks.exporters.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
-from xhf_hooks.model import input_embedding, model_class, module_tensors, without_wrappers
+from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -53,6 +53,7 @@ class LoraExporter(CompositeExporter):
         if lora in ('adapter', 'both'):
             self.parts[ADAPTER_FOLDER if self.parts else ''] = self._adapter(path, peft_model, alone=not self.parts)
         self._model = self.parts['']._model
+        self.notes = tuple(frozen_adapters(peft_model))
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -89,14 +90,17 @@ def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
 
 
 def trained_adapter(peft_model: PeftModel) -> str:
-    """The name of its one adapter.
+    """The name of the one adapter that is trained. TRL's DPO adds a frozen one to it, for reference.
 
     Raises:
-        ModelError: There is not exactly one LoRA adapter, or nothing is trainable.
+        ModelError: There is not exactly one, it is not of LoRA, or nothing is trainable.
     """
     kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
+    if len(kinds) > 1:
+        paths = [name.split('.') for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
+        kinds = {name: kind for name, kind in kinds.items() if any(name in path for path in paths)} or kinds
     if list(kinds.values()) != ['LORA']:
-        raise ModelError(f'expected a PeftModel with one adapter of type LORA, found {kinds}')
+        raise ModelError(f'expected a PeftModel with one trained adapter, of type LORA, found {kinds}')
     (name,) = kinds
     if not any(parameter.requires_grad for parameter in peft_model.parameters()):
         raise ModelError(
@@ -104,6 +108,13 @@ def trained_adapter(peft_model: PeftModel) -> str:
             f'with is_trainable=True, or create it with get_peft_model'
         )
     return name
+
+
+def frozen_adapters(peft_model: PeftModel) -> list[str]:
+    """A line for the log, if the model has other adapters than the :func:`trained_adapter`."""
+    trained = trained_adapter(peft_model)
+    names = sorted(name for name in peft_model.peft_config if name != trained)
+    return [f'only the trained adapter {trained!r} is saved, without the frozen {names}'] if names else []
 
 
 def base_path(path: str) -> str:
@@ -140,8 +151,9 @@ class AdapterExporter(Exporter):
         found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=self._adapter)
         found = {without_wrappers(name): spec for name, spec in found.items()}
         read = {spec.name for spec in found.values()}
-        tensors, embedding = module_tensors(self._peft_model), input_embedding(self._model)
-        self._embedding_rows = next((own[name].shape[0] for name, tensor in tensors if tensor is embedding), None)
+        tensors, embeddings = module_tensors(self._peft_model), set(map(id, token_embeddings(self._model)))
+        rows = (own[name].shape[0] for name, tensor in tensors if id(tensor) in embeddings)
+        self._embedding_rows = max(rows, default=None)
         trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read
         if self._alone and lost:
@@ -163,7 +175,7 @@ class AdapterExporter(Exporter):
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
-        hf_assets.require_vocabulary(tokenizer, self._embedding_rows)
+        hf_assets.require_vocabulary(tokenizer, self._embedding_rows, self)
         warnings = [] if tokenizer is None else write_tokenizer(folder, tokenizer, self.base_dir)
         if not config.base_model_name_or_path:
             warnings.append(
@@ -207,9 +219,12 @@ class MergedExporter(HuggingFaceExporter):
             path = without_wrappers(wrapped_path)
             if isinstance(module, LoraLayer):
                 kept_below[path] = f'{path}.base_layer'
-                merged.add(self._note_merge(path, module, own))
+                if self._adapter_at(path) in module.r:  # else it has only a frozen one
+                    merged.add(self._note_merge(path, module, own))
             elif isinstance(module, other.ModulesToSaveWrapper):
-                kept_below[path] = f'{path}.modules_to_save.{self._adapter_at(path)}'
+                adapter = self._adapter_at(path)
+                is_trained = adapter in module.modules_to_save
+                kept_below[path] = f'{path}.modules_to_save.{adapter}' if is_trained else f'{path}.original_module'
             elif isinstance(module, (BaseTunerLayer, auxiliary)):
                 raise _unknown(path, module)
         for name, spec in own.items():
@@ -225,7 +240,7 @@ class MergedExporter(HuggingFaceExporter):
         config = super()._exported_config(own, dtype)
         outputs = self._model.get_output_embeddings() if self._adapters else None
         if outputs is not None and self._model.get_input_embeddings().weight is not outputs.weight:
-            for part in (config, config.get_text_config()):
+            for part in (config, hf_assets.text_config(config)):
                 if getattr(part, 'tie_word_embeddings', False):
                     part.tie_word_embeddings = False
         return config
@@ -357,6 +372,7 @@ class NestedLoraExporter(MergedExporter):
             expected = f"None or 'merge', because {type(pretrained).__name__} has adapters on {sorted(adapters)}, which"
             raise OptionError('lora', f'{expected} cannot be loaded separately', lora)
         super().__init__(model, path, adapters)
+        self.notes = tuple(note for peft_model in adapters.values() for note in frozen_adapters(peft_model))
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:

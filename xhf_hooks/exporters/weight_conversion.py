@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,17 +140,47 @@ def _groups(
     all_sources = frozenset[str]().union(*computed)
     if sum(map(len, computed)) > len(all_sources):  # some share an input
         computed = {all_sources: [hf_name for hf_names in computed.values() for hf_name in hf_names]}
-    groups = {}
-    for sources, hf_names in computed.items():
+
+    def group_of(*parts: frozenset[str]) -> ConversionGroup:
+        """Raises unless these can be converted without the others."""
+        sources = frozenset[str]().union(*parts)
         group = ConversionGroup(
             model,
             {name: spec for name, spec in specs.items() if name in sources},
-            {hf_name: tuple(outputs[hf_name].shape) for hf_name in hf_names},
+            {hf_name: tuple(outputs[hf_name].shape) for part in parts for hf_name in computed[part]},
         )
-        # Raises unless the group can be converted alone
         group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})
-        groups.update(dict.fromkeys(hf_names, group))
+        return group
+
+    groups: dict[str, ConversionGroup] = {}
+    for sources, hf_names in computed.items():
+        if groups.keys().isdisjoint(hf_names):
+            group = _smallest_group(sources, list(computed), group_of)
+            groups.update(dict.fromkeys(group.shapes, group))
     return groups
+
+
+def _smallest_group(
+    sources: frozenset[str], parts: Sequence[frozenset[str]], group_of: Callable[..., ConversionGroup]
+) -> ConversionGroup:
+    """The group of these sources, and of others without which transformers does not convert them.
+
+    Such as the experts for text of a layer and those for images in Ernie 4.5 VL: in the files they are one list. One
+    other, or else all, are looked for in the same module, then in the one around it, and so on.
+    """
+    try:
+        return group_of(sources)
+    except Exception as caught:  # operations raise anything
+        error = caught
+    around = min(sources)
+    while around:
+        around = around.rpartition('.')[0]
+        prefix = f'{around}.' if around else ''
+        near = [part for part in parts if part != sources and all(name.startswith(prefix) for name in part)]
+        for others in (*((part,) for part in near), near):
+            with suppress(Exception):
+                return group_of(sources, *others)
+    raise error
 
 
 class _TracedTensor(torch.Tensor):

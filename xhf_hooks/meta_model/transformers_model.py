@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
+from xhf_hooks.exporters.on_meta import built_on_meta
 from xhf_hooks.exporters.tokenizer import base_file
 
 if TYPE_CHECKING:
@@ -86,11 +88,11 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
             f'{base}: its config.json names the architecture {str(name)[:80]!r}, which transformers '
             f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
         )
-    with refused_as(DamagedError, f'{base}: building the model of config.json failed'), torch.device('meta'):
+    with refused_as(DamagedError, f'{base}: building the model of config.json failed'):
         if kind is None:
             kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
-        automatic = hasattr(kind, 'from_config')
-        model = kind.from_config(config, trust_remote_code=remote) if automatic else kind(config)
+        make = partial(kind.from_config, trust_remote_code=remote) if hasattr(kind, 'from_config') else kind
+        model = built_on_meta(lambda: make(copy.deepcopy(config)))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
         if model.can_generate() and base_file(base, 'generation_config.json') is not None:

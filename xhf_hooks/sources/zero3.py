@@ -168,8 +168,11 @@ class Zero3Source(Source):
         return tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
-        trained = hasattr(tensor, '_z3_optimizer') and tensor.requires_grad
-        return trained and tensor.dtype in (torch.float16, torch.bfloat16)
+        if not tensor.requires_grad or tensor.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        # DeepSpeed gives its optimizer to all parameters. Of those that it does not train, the 16-bit weights are exact
+        optimizer = getattr(tensor, '_z3_optimizer', None)
+        return optimizer is not None and optimizer.get_param_id(tensor) in optimizer.grad_position
 
 
 def _master(parameter: torch.Tensor) -> torch.Tensor:

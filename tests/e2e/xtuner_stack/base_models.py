@@ -66,6 +66,23 @@ def make_llava(root: Path) -> None:
     (root / 'chats.json').write_text(json.dumps(chats))
 
 
+def make_internvl_base(folder: Path) -> None:
+    """InternVL's code with weights in bf16, and a tokenizer that has its three tokens for images."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from tests.helpers.model_folder import save_tokenizer
+    from tests.helpers.zoo import ODD_DECODER
+    from tests.helpers.zoo.internvl import make_internvl
+
+    make_internvl(folder, torch.bfloat16)
+    tokens = ['<img>', '</img>', '<IMG_CONTEXT>']
+    save_tokenizer(folder, ODD_DECODER['vocab_size'] - len(tokens))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({'additional_special_tokens': tokens})
+    tokenizer.save_pretrained(folder)
+
+
 def make_datasets(alpaca: Path, pairs: Path) -> None:
     """Questions and answers in the style of Alpaca; and with a wrong answer, too, in that of orpo-dpo-mix-40k."""
     samples = [(f'w{i * 37 % 100} w{i * 53 % 100}', f'w{i} w{i + 1}') for i in range(48)]

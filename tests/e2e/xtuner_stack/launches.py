@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.e2e.xtuner_stack.base_models import FAMILIES, make_base_model, make_datasets, make_llava
+from tests.e2e.xtuner_stack.base_models import (
+    FAMILIES,
+    make_base_model,
+    make_datasets,
+    make_internvl_base,
+    make_llava,
+)
 from tests.helpers.ranks import REPO_ROOT, RankFailures, python_path, run_ranks
 
 HERE = Path(__file__).parent
@@ -26,6 +32,7 @@ QWEN = 'qwen2_5_7b_instruct_full_alpaca_zero3'
 LORA = 'llama3_8b_instruct_lora_alpaca_zero3'
 QLORA = 'llama3_8b_instruct_qlora_alpaca_zero2'
 DPO = 'qwen2_5_1_5b_instruct_dpo_full_zero3'
+INTERNVL = 'internvl_v1_5_internlm2_2b_finetune'
 LLAVA = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_finetune_zero3'
 TIMEOUT_SECS = 1800  # a run takes half a minute; what takes so long on a busy machine hangs
 OUTPUT_TAIL = 6000
@@ -55,6 +62,8 @@ train_cfg = dict(type=TrainLoop, max_iters={LAST})
 param_scheduler = None
 env_cfg['dist_cfg']['backend'] = 'gloo'
 randomness['seed'] = 0
+"""
+_SMALL_HOOKS = """
 custom_hooks[1].update(evaluation_inputs='Hi', max_new_tokens=1)
 custom_hooks[2]['max_shard_size'] = '40KB'
 """
@@ -83,6 +92,10 @@ del custom_hooks[1]  # it talks with the model
 _COMPLETE = """
 custom_hooks.append(dict(type=HFCheckpointHook, llava_format='huggingface', out_dir='{name}_complete'))
 """
+_WITH_HOOK = """
+from xhf_hooks import HFCheckpointHook
+custom_hooks.append(dict(type=HFCheckpointHook))
+"""
 _LLAVA_LORA = """
 from peft import LoraConfig
 lora = dict(type=LoraConfig, lora_alpha=16, lora_dropout=0.05, bias='none')
@@ -95,7 +108,7 @@ class Launch:
     """One `xtuner train`.
 
     Attributes:
-        config: Its name in configs/xtuner.
+        config: Its name in configs/xtuner, or among XTuner's own.
         base: The folder of the base model.
         deepspeed: What `--deepspeed` is given, with two processes.
         more: Lines at the end of the config.
@@ -119,6 +132,7 @@ RUNS = {
     LLAVA: Launch(LLAVA, 'llm', 'deepspeed_zero3', _COMPLETE),
     'reward': Launch(DPO, 'llama', PARTITIONED, _REWARD),
     'llava_lora': Launch(LLAVA, 'llm', PARTITIONED, _LLAVA_LORA + _COMPLETE),
+    INTERNVL: Launch(INTERNVL, 'internvl', PARTITIONED, _WITH_HOOK),
 }
 LLAVA_RUNS = (LLAVA, 'llava_lora')
 BESIDE_XTUNERS_HOOK = [name for name, launch in RUNS.items() if launch.more == _XTUNERS_HOOK]
@@ -136,6 +150,7 @@ class Runs:
             (root / folder).mkdir()
         make_datasets(root / 'alpaca' / 'train.json', root / 'pairs' / 'train.json')
         make_llava(root)
+        make_internvl_base(root / 'internvl')
         (root / PARTITIONED).write_text(json.dumps(partitioning_config()))
 
     def work_dir(self, name: str) -> Path:
@@ -157,7 +172,7 @@ class Runs:
     def small_config(self, name: str) -> str:
         """Its text, with all that a tiny local model, a local dataset and a CPU need."""
         launch = RUNS[name]
-        text = (CONFIGS / f'{launch.config}.py').read_text()
+        text = _config_file(launch.config).read_text()
         settings = _SETTINGS | dict(
             pretrained_model_name_or_path=launch.base,
             alpaca_en_path='alpaca',
@@ -165,11 +180,12 @@ class Runs:
             visual_encoder_name_or_path='clip',
             data_path='chats.json',
             image_folder='images',
+            path=launch.base,
             evaluation_images='images/0.png',
         )
         for setting, value in settings.items():
             text = re.sub(rf'^{setting} = .*$', f'{setting} = {value!r}', text, flags=re.MULTILINE)
-        text += _SMALL
+        text += _SMALL + _SMALL_HOOKS * (launch.config in SHIPPED)
         for kind, more in (('alpaca', _ALPACA), ('dpo', _PAIRS), ('qlora', _IN_BFLOAT16)):
             text += more if kind in launch.config else ''
         return text + launch.more.format(name=name) if '{name}' in launch.more else text + launch.more
@@ -206,6 +222,14 @@ def _train_on_rank(arguments: list[str], folder: Path, output: Path) -> None:
     # A run dumps its config again and again, formatted, which takes as long as the training of a tiny model
     with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)):
         runpy.run_module('xtuner.tools.train', run_name='__main__', alter_sys=True)
+
+
+def _config_file(name: str) -> Path:
+    if name in SHIPPED:
+        return CONFIGS / f'{name}.py'
+    (xtuner,) = find_spec('xtuner').submodule_search_locations
+    (file,) = Path(xtuner, 'configs').rglob(f'{name}.py')
+    return file
 
 
 def partitioning_config() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tests.helpers.zoo import NOISE_STD, ODD_DECODER, VISION_TOWER
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 CONFIGURATION = """
@@ -23,6 +24,10 @@ class TinyInternVLConfig(PretrainedConfig):
         super().__init__(**kwargs)
         self.vision_config = CLIPVisionConfig(**(vision_config or {}))
         self.llm_config = LlamaConfig(**(llm_config or {}))
+        self.force_image_size = self.vision_config.image_size
+        self.downsample_ratio = 0.5
+        self.min_dynamic_patch = self.max_dynamic_patch = 1
+        self.use_thumbnail = False
 
     def to_dict(self):
         output = super().to_dict()
@@ -31,22 +36,36 @@ class TinyInternVLConfig(PretrainedConfig):
         return output
 """
 MODELING = """
+import torch
 from torch import nn
 from transformers import CLIPVisionModel, LlamaForCausalLM, PreTrainedModel
 
 from .configuration_tiny_internvl import TinyInternVLConfig
 
 
+class TinyInternVisionModel(CLIPVisionModel):
+    def __init__(self, config):
+        super().__init__(config)
+        # As in modeling_intern_vit.py
+        self.dpr = [x.item() for x in torch.linspace(0, 0.1, config.num_hidden_layers)]
+
+
 class TinyInternVLModel(PreTrainedModel):
     config_class = TinyInternVLConfig
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
-        self.vision_model = CLIPVisionModel(config.vision_config)
+        config.llm_config._attn_implementation = 'eager'  # XTuner asks for flash_attention_2
+        self.vision_model = TinyInternVisionModel(config.vision_config)
         self.language_model = LlamaForCausalLM(config.llm_config)
         size = config.llm_config.hidden_size
         self.mlp1 = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size), nn.GELU(), nn.Linear(size, size))
         self.post_init()
+
+    def extract_feature(self, pixel_values):
+        patches = self.vision_model(pixel_values).last_hidden_state[:, 1:]
+        return self.mlp1(patches.mean(dim=1, keepdim=True))
 """
 CODE = {'configuration_tiny_internvl.py': CONFIGURATION, 'modeling_tiny_internvl.py': MODELING}
 
@@ -57,20 +76,26 @@ def load_internvl(folder: Path) -> PreTrainedModel:
     from transformers import AutoModel
 
     if not folder.exists():
-        folder.mkdir(parents=True)
-        for name, code in CODE.items():
-            (folder / name).write_text(code)
-        auto_map = {
-            'AutoConfig': 'configuration_tiny_internvl.TinyInternVLConfig',
-            'AutoModel': 'modeling_tiny_internvl.TinyInternVLModel',
-        }
-        config = {'vision_config': VISION_TOWER, 'llm_config': ODD_DECODER, 'auto_map': auto_map}
-        (folder / 'config.json').write_text(json.dumps({**config, 'model_type': 'tiny_internvl'}))
-        _save_weights(folder)
+        make_internvl(folder)
     return AutoModel.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.float32)
 
 
-def _save_weights(folder: Path) -> None:
+def make_internvl(folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Make a folder with code, config and weights, but without a tokenizer."""
+    folder.mkdir(parents=True)
+    for name, code in CODE.items():
+        (folder / name).write_text(code)
+    auto_map = {
+        'AutoConfig': 'configuration_tiny_internvl.TinyInternVLConfig',
+        'AutoModel': 'modeling_tiny_internvl.TinyInternVLModel',
+    }
+    llm = {**ODD_DECODER, 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
+    config = {'vision_config': VISION_TOWER, 'llm_config': llm, 'auto_map': auto_map}
+    (folder / 'config.json').write_text(json.dumps({**config, 'model_type': 'tiny_internvl'}))
+    _save_weights(folder, dtype)
+
+
+def _save_weights(folder: Path, dtype: torch.dtype | None) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModel
@@ -81,4 +106,4 @@ def _save_weights(folder: Path) -> None:
         model = AutoModel.from_config(config, trust_remote_code=True)
         for parameter in model.parameters():
             parameter.data += NOISE_STD * torch.randn(parameter.shape)
-    save_file(model.state_dict(), folder / 'model.safetensors', metadata={'format': 'pt'})
+    save_file(model.to(dtype).state_dict(), folder / 'model.safetensors', metadata={'format': 'pt'})

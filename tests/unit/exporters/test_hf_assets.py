@@ -11,10 +11,22 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+)
 
-from tests.helpers.zoo import build
+from tests.helpers.families import MODELS
+from tests.helpers.zoo import VISION_TOWER, build
+from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.sources import source_for
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -85,6 +97,71 @@ def test_use_cache_of_composite_models(tmp_path):
     assert found.get('use_cache') == before.get('use_cache')
     assert found['text_config'].get('use_cache', True) is True
     assert (model.config.use_cache, model.config.text_config.use_cache) == (False, False)
+
+
+def test_use_cache_of_a_class_without_defaults(tmp_path):
+    """Such a class says nothing of what it was before, so nothing is written, and readers take their default."""
+    model = build('donut', models=MODELS)
+    model.config.use_cache = False
+    written(tmp_path, model)
+    assert 'use_cache' not in read_json(tmp_path / 'config.json')
+    assert model.config.use_cache is False
+
+
+# The vocabulary
+
+
+def with_tokens(tokenizer, n_tokens: int):
+    made = copy.deepcopy(tokenizer)
+    made.add_tokens([f'new{i}' for i in range(len(made), n_tokens)])
+    return made
+
+
+def test_a_base_with_more_tokens_than_embeddings(tokenizer, tmp_path):
+    """As google/gemma-3-1b-it, whose tokenizer has <image_soft_token>: nothing that training did."""
+    model = with_base(build('llama'), tmp_path / 'base')
+    rows = model.config.vocab_size
+    with_tokens(tokenizer, rows + 1).save_pretrained(tmp_path / 'base')
+    own = AutoTokenizer.from_pretrained(tmp_path / 'base')
+    assert written(tmp_path / 'found', model, tokenizer=own) == []
+    assert len(AutoTokenizer.from_pretrained(tmp_path / 'found')) == rows + 1
+    with pytest.raises(ModelError, match=f'has {rows + 2} tokens, but the model has embeddings for {rows}'):
+        written(tmp_path / 'more', model, tokenizer=with_tokens(own, rows + 2))
+
+
+def test_the_vocabulary_of_the_decoder(tokenizer, tmp_path):
+    """Encoder and decoder have vocabularies of their own; an image encoder has none, but it embeds patches."""
+    parts = {'encoder': {**MODELS['bert'][2], 'vocab_size': 7}, 'decoder': {**MODELS['bert'][2], 'vocab_size': 131}}
+    for part in parts.values():
+        part['model_type'] = 'bert'
+    text = EncoderDecoderModel(EncoderDecoderConfig(**copy.deepcopy(parts)))
+    parts['encoder'] = {**VISION_TOWER, 'model_type': 'clip_vision_model'}
+    image = VisionEncoderDecoderModel(VisionEncoderDecoderConfig(**parts))
+    for name, model in {'text': text, 'image': image}.items():
+        written(tmp_path / name, model, tokenizer=with_tokens(tokenizer, 131))
+        with pytest.raises(ModelError, match='has 132 tokens, but the model has embeddings for 131'):
+            written(tmp_path / f'{name} more', model, tokenizer=with_tokens(tokenizer, 132))
+
+
+# The tokenizer of the run
+
+
+class Pieces:
+    """Encodes, as sentencepiece's SentencePieceProcessor, and does not save."""
+
+
+@pytest.mark.parametrize('has_base', [True, False])
+def test_a_tokenizer_of_another_library(has_base, tokenizer, tmp_path):
+    model = with_base(build('llama'), tmp_path / 'base')
+    if has_base:
+        tokenizer.save_pretrained(tmp_path / 'base')
+    found, warnings = find_tokenizer(None, Pieces(), HuggingFaceExporter(model, None))
+    assert warnings[0] == f"the run's tokenizer is a {__name__}.Pieces, not one of transformers: it is not saved"
+    if has_base:
+        assert len(found) == len(tokenizer) and "base' will be saved" in warnings[1]
+    else:
+        assert found is None and 'no tokenizer will be saved' in warnings[1]
+    assert len(warnings) == 2
 
 
 # generation_config.json

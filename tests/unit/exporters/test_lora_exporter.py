@@ -186,10 +186,49 @@ def test_no_adapter_or_another():
 
     assert 'option lora: expected None' in refusal(build('llama'), 'merge')
     config = IA3Config(target_modules=['k_proj', 'down_proj'], feedforward_modules=['down_proj'])
-    assert "one adapter of type LORA, found {'default': 'IA3'}" in refusal(get_peft_model(build('llama'), config))
+    expected = "one trained adapter, of type LORA, found {'default': 'IA3'}"
+    assert expected in refusal(get_peft_model(build('llama'), config))
     two = adapted('llama')
     two.add_adapter('other', LoraConfig(target_modules=['q_proj']))
+    for parameter in two.parameters():
+        parameter.requires_grad_(True)
     assert "{'default': 'LORA', 'other': 'LORA'}" in refusal(two)
+
+
+# Several adapters
+
+
+def with_reference(model: Any, **lora: Any) -> Any:
+    """As TRL's DPO makes it of a model with a trained adapter: a frozen copy of it beside it."""
+    from peft import LoraConfig
+
+    config = model.peft_config['default']
+    model.add_adapter('ref', LoraConfig(**lora) if lora else config)
+    for name, parameter in model.named_parameters():
+        if '.default.' in name and not lora:
+            model.get_parameter(name.replace('.default.', '.ref.')).data.copy_(parameter.data)
+    for active in ('ref', 'default'):  # at each step: first the reference, then what is trained
+        model.set_adapter(active)
+    return model
+
+
+@pytest.mark.parametrize('others', [{}, dict(target_modules=['k_proj', 'q_proj'], modules_to_save=['embed_tokens'])])
+def test_a_frozen_adapter_beside_the_trained_one(others, tmp_path):
+    options = dict(modules_to_save=['lm_head'])
+    model = adapted('llama', **options)
+    model.save_pretrained(tmp_path / 'adapter')
+    merged_by_peft(model, tmp_path / 'merged')
+    both = with_reference(adapted('llama', **options), **others)
+    whole = around(llm=both)
+    _, committed = save_folder(whole, tmp_path / 'hf_model', lora='both')
+    files = {path.name: path.read_bytes() for path in (tmp_path / 'adapter').iterdir()}
+    assert {path.name: path.read_bytes() for path in (committed.path / 'adapter').iterdir()} == files
+    assert_same_folder_tensors(tmp_path / 'merged', committed.path)
+    exporter = exporter_for(whole, None)
+    exporter.entries(source_for(whole).specs(), None)
+    assert exporter.notes == ("only the trained adapter 'default' is saved, without the frozen ['ref']",)
+    frozen = {name for name, _ in whole.named_parameters() if '.ref.' in name}
+    assert frozen and frozen <= set(exporter.left_out)
 
 
 def test_a_base_that_nothing_can_be_merged_into():

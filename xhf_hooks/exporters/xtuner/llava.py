@@ -20,7 +20,14 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, ComputedTensor
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
-from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter, MergedExporter, adapters_in, base_path
+from xhf_hooks.exporters.lora import (
+    ADAPTER_FOLDER,
+    AdapterExporter,
+    MergedExporter,
+    adapters_in,
+    base_path,
+    frozen_adapters,
+)
 from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
@@ -68,7 +75,7 @@ class LlavaExporter(CompositeExporter):
         if as_one_model and lora == 'adapter':
             raise OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", lora)
         lora = lora or ('merge' if as_one_model else 'adapter')
-        notes: list[str] = []
+        notes = [note for child in adapted.values() for note in frozen_adapters(child)]
         if as_one_model:
             self.parts = {'': _LlavaHuggingFaceExporter(model)}
         else:

@@ -1,0 +1,78 @@
+"""Builds models on the meta device: all names and shapes, and no memory for weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Built = TypeVar('Built', bound=nn.Module)
+
+
+def built_on_meta(build: Callable[[], Built]) -> Built:
+    """What ``build`` returns, with all tensors on the meta device.
+
+    Some classes read values while they are built, which tensors on the meta device do not have: InternVL and Swin take
+    the rates of stochastic depth from ``torch.linspace(...)``. These are built again with only their parameters there,
+    as ``from_pretrained`` of transformers 4 builds all models (``init_empty_weights``).
+
+    Args:
+        build: Is called a second time if the first call fails.
+    """
+    try:
+        with torch.device('meta'):
+            return build()
+    except Exception:  # classes may be custom code; the second call raises what has another cause
+        with torch.device('cpu'), _parameters_on_meta():
+            model = build()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to('meta')
+    return model
+
+
+def config_to_build(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy for the model's ``__init__``, which may edit it, with what ``from_pretrained`` would give it.
+
+    Dtypes are those of torch, as classes expect that create tensors with them, such as Apertus.
+    """
+    config = copy.deepcopy(config)
+    _prepare(config)
+    return config
+
+
+def _prepare(config: PretrainedConfig) -> None:
+    for name in ('dtype', 'torch_dtype'):  # renamed in transformers 4.56
+        if isinstance(value := vars(config).get(name), str):
+            setattr(config, name, getattr(torch, value))
+    # save_pretrained of transformers 4.48 resets it, so that parts would get the attention of the whole, which they may
+    # not support
+    if vars(config).get('_attn_implementation_autoset') is False:
+        config._attn_implementation_autoset = True
+    for part in vars(config).values():
+        if hasattr(part, 'model_type'):  # the config of a submodel
+            _prepare(part)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, modules put their parameters on the meta device when they get them, before they initialize them."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to('meta'), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
