@@ -99,6 +99,7 @@ class Conversion:
         self.plan = self._make_plan()
         self._widened = sum(spec.master_lost for spec in self.plan.reads) if options.dtype == 'F32' else 0
         self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        self.warnings += self._exporter.rehearse(self.plan.placements)
         if self._exporter.left_out:
             left_out = self._exporter.left_out
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')

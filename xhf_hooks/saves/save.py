@@ -39,7 +39,7 @@ from xhf_hooks.planning.types import (
     TensorSpec,
     WrittenSave,
 )
-from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock
+from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
@@ -146,6 +146,12 @@ class Saver:
             self._make_plan(entries, specs, spread)
             allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
+        with self._collective.stage('rehearsal'):  # before the first step, and in the thread that trains
+            notes = self.exporter.rehearse(self.plan.placements) if self._collective.rank == 0 else []
+        if self._log is not None:
+            for note in notes:
+                self._log.info(note)
+            warn_of_left_out(self._log, self.exporter, self._unwrapped.root)
         return self.plan
 
     @property
