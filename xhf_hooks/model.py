@@ -46,17 +46,16 @@ def without_wrappers(path: str) -> str:
 
 def input_embedding(model: nn.Module) -> torch.Tensor | None:
     """The weight of a transformers model's input embedding; None if it has none."""
-    return _weight_of(model, 'get_input_embeddings')
+    try:
+        return getattr(model.get_input_embeddings(), 'weight', None)
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def output_embedding(model: nn.Module) -> torch.Tensor | None:
     """The weight of a transformers model's language-modelling head; None if it has none."""
-    return _weight_of(model, 'get_output_embeddings')
-
-
-def _weight_of(model: nn.Module, getter: str) -> torch.Tensor | None:
     try:
-        return getattr(getattr(model, getter)(), 'weight', None)
+        return getattr(model.get_output_embeddings(), 'weight', None)
     except (NotImplementedError, AttributeError):
         return None
 

@@ -117,6 +117,8 @@ class HuggingFaceExporter(Exporter):
             return []
         try:
             loaded, problems = load_empty(kind, config, placements)
+        except ModelError:
+            raise
         except Exception as error:  # a class may be custom code; transformers may lack accelerate, which this needs
             return [not_rehearsed(kind, error)]
         for _, names in names_by_identity(loaded):

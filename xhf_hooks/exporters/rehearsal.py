@@ -41,11 +41,19 @@ def load_empty(
 
     Returns:
         The model, on the meta device and with all ties that its config asks for, and what transformers reports.
+
+    Raises:
+        ModelError: The config cannot be read.
+        Exception: Anything, where loading cannot be tried.
     """
     model: PreTrainedModel | None = None
     with _as_if_alone(), closing(MemoryFolder()) as folder:
         write_config(folder.path, config)
-        read = type(config).from_pretrained(folder.path)
+        try:
+            read = type(config).from_pretrained(folder.path)
+        except Exception as error:
+            told = ' '.join(f'{type(error).__name__}: {error}'.split())
+            raise ModelError(f'{type(config).__name__} would not load its own config.json: {told[:500]}') from error
         options = dict(config=read, state_dict=_empty(placements))
         try:
             model, problems = load_and_tell(kind, None, device_map={'': 'meta'}, **options)

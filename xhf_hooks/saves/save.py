@@ -280,6 +280,8 @@ class Saver:
         clock = SaveClock()
         with clock.stage('plan'):
             self._renew_plan()
+        if self._log is not None:
+            warn_of_left_out(self._log, self.exporter, self._unwrapped.root)
         collective, chunks = self._collective, live_chunks(self.plan, self._source, self._collective)
         if in_background:
             collective = self._in_background
