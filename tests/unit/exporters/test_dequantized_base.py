@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.adapted import EXPERTS, adapt
+from tests.helpers.converted import convert
 from tests.helpers.engines import save_folder
 from tests.helpers.families import MODELS
 from tests.helpers.zoo import build
@@ -79,6 +80,17 @@ def test_what_was_trained_is_loaded(load, tmp_path):
     assert not hasattr(model.config, 'quantization_config')
     save_folder(model, tmp_path / 'hf_model')
     assert same_logits(model, loaded(tmp_path / 'hf_model', type(model)))
+
+
+@pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
+def test_a_conversion_of_its_checkpoint(load, tmp_path):
+    """The base's config.json still names the quantizer."""
+    model = load(tmp_path / 'base')
+    tensors = {f'llm.{name}': tensor for name, tensor in model.state_dict().items()}
+    torch.save({'state_dict': tensors}, tmp_path / 'it.pth')
+    convert(tmp_path / 'it.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    again = loaded(tmp_path / 'out', type(model))
+    assert not hasattr(again.config, 'quantization_config') and same_logits(model, again)
 
 
 def test_merged_adapter(tmp_path):
