@@ -62,6 +62,14 @@ def token_embeddings(model: nn.Module) -> list[torch.Tensor]:
     return list({id(weight): weight for weight in found if weight is not None}.values())
 
 
+def output_embedding(model: nn.Module) -> torch.Tensor | None:
+    """The weight of a transformers model's language-modelling head; None if it has none."""
+    try:
+        return getattr(model.get_output_embeddings(), 'weight', None)
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def model_class(model: nn.Module) -> type[nn.Module]:
     """The original class of the model; ``fully_shard`` replaces it with a subclass.
 

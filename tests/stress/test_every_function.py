@@ -29,11 +29,9 @@ WAYS = (
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
     'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',
-    'saves.manager.CheckpointManager.collect': 'calls what stands in agreed blocks, and nothing before',
-    'saves.save.Saver.save': 'calls what stands in agreed blocks, and nothing before',
-    'saves.save.Saver.start': 'calls what stands in agreed blocks, and nothing before',
+    'saves.manager.CheckpointManager.collect': 'raises or reports what all ranks have',
     'saves.save.Saver.outcome': 'raises or returns what all ranks have',
-    'saves.save.Save.finish': 'calls what stands in agreed blocks, and nothing before',
+    'saves.save.Save.finish': 'calls what stands in agreed blocks, and nothing before, in a thread of its own',
     'system.threads.Background.run': 'calls Save.finish, and keeps what comes of it',
     'system.threads.Background.wait': 'waits for the background thread alone',
     'system.threads.Background.outcome': 'raises or returns what all ranks have',

@@ -22,6 +22,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.hf_assets import base_dirs_of
 from xhf_hooks.exporters.xtuner.reward import has_head
+from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
@@ -90,6 +91,7 @@ class Conversion:
         self.tensors, notes = match_checkpoint(
             self._meta_model, self._checkpoint.tensors.values(), self._checkpoint.trained_dtype
         )
+        self._forget_quantizers()
         self._exporter = exporter_for(
             self._meta_model.module,
             options.module,
@@ -101,9 +103,20 @@ class Conversion:
         self.plan = self._make_plan()
         self._widened = sum(spec.master_lost for spec in self.plan.reads) if options.dtype == 'F32' else 0
         self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        self.warnings += self._exporter.rehearse(self.plan.placements)
         if self._exporter.left_out:
             left_out = self._exporter.left_out
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
+
+    def _forget_quantizers(self) -> None:
+        """A base's config may name a quantizer that training did without: then the checkpoint has all its weights."""
+        specs = [spec for spec in self._specs if is_float(spec.dtype)]
+        held = {name for spec in specs for name in (spec.name, *spec.aliases)}
+        for path, part in self._meta_model.module.named_modules():
+            if hasattr(getattr(part, 'config', None), 'quantization_config'):
+                names = (f'{path}.{name}'.removeprefix('.') for name, _ in part.named_parameters())
+                if held.issuperset(names):
+                    del part.config.quantization_config
 
     def _reward_token_id(self) -> int | None:
         found = None if self._config is None else self._config.fields.get('reward_token_id')

@@ -50,4 +50,14 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
     for name in (name for name in given if name not in chosen.options):
         reason = f'because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}'
         raise OptionError(name, f'None, {reason}', given[name])
-    return chosen(model, module, **given)
+    exporter = chosen(model, module, **given)
+    exporter.tokenizer_of_model = _tokenizer_of(model)
+    return exporter
+
+
+def _tokenizer_of(model: nn.Module) -> Any | None:
+    """``model.tokenizer`` or ``model.processor``, if it is one of transformers."""
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    found = (vars(model).get(name) for name in ('processor', 'tokenizer'))
+    return next((one for one in found if isinstance(one, (PreTrainedTokenizerBase, ProcessorMixin))), None)

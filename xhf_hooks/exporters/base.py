@@ -19,7 +19,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.hf_assets import base_dir_of, is_remote_code
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
-from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, TensorSpec
+from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Exporter(ABC):
 
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
+        left_out_trained: Those of them that training changes. Set by the caller.
+        tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
         options: Names of additional options; the constructor takes them as keyword arguments.
@@ -41,6 +43,8 @@ class Exporter(ABC):
     options: tuple[str, ...] = ()
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
+    left_out_trained: tuple[str, ...] = ()
+    tokenizer_of_model: Any | None = None
     notes: tuple[str, ...] = ()
     combine_nbytes: int = 0
 
@@ -61,6 +65,19 @@ class Exporter(ABC):
         Raises:
             ModelError: The model differs from what ``from_pretrained`` will build.
         """
+
+    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+        """Load what will be written, without weights, and return notes on what could not be tried. Runs on: rank 0.
+
+        Called after :meth:`entries`, before anything is written.
+
+        Args:
+            placements: The tensors of the plan.
+
+        Raises:
+            ModelError: It would not load, or as another model.
+        """
+        return []
 
     @property
     def n_parameters(self) -> int | Mapping[str, Any] | None:
@@ -96,9 +113,13 @@ class Exporter(ABC):
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
     """The tokenizer of the option, else of the run, else of the base model; and warnings.
 
+    Where the run has only a recipe for one, the tokenizer of the model goes first: it may have got more tokens.
+
     Raises:
         OptionError: The option names a folder without tokenizer files.
     """
+    if of_the_run is None or isinstance(of_the_run, (dict, str, Path)):
+        of_the_run = of_the_run if exporter.tokenizer_of_model is None else exporter.tokenizer_of_model
     tokenizer = option if option is not None else of_the_run
     warnings = []
     if isinstance(tokenizer, dict):
@@ -142,6 +163,12 @@ class CompositeExporter(Exporter):
         left_out = [set(part.left_out) for part in self.parts.values()]
         self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
         return entries
+
+    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+        notes = []
+        for folder, part in self.parts.items():
+            notes += part.rehearse([place for place in placements if place.file.rpartition('/')[0] == folder])
+        return notes
 
     @property
     def n_parameters(self) -> Mapping[str, Any]:

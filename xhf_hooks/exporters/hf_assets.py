@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
+import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,12 @@ _ROPE = 'rope_parameters'
 #: transformers 5's names for what is fixed in an older class.
 _SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
 _SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
+#: Embeddings are padded to a multiple of this, or of a multiple of it.
+_ROWS_MULTIPLE = 8
+#: Fields that count layers for multi-token prediction, such as num_nextn_predict_layers (DeepSeek, GLM, MiMo) and
+#: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
+_MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
+_MTP_TENSOR, _LAYER = re.compile(r'(^|[._])(mtp|nextn)[._]'), re.compile(r'(?:^|\.)layers\.(\d+)\.')
 _FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
 
 
@@ -123,8 +131,7 @@ def write(
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     if getattr(config, '_attn_implementation_autoset', False):
         config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
-    config.save_pretrained(folder)
-    warnings += add_transformers_4_fields(folder, config)
+    warnings += write_config(folder, config)
     if model.can_generate() and model.generation_config is not None:
         warnings += _write_generation_config(folder, model, eos_token_ids, base_dir)
     if tokenizer is not None:
@@ -137,6 +144,12 @@ def write(
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
     return warnings
+
+
+def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
+    """Write config.json, and return warnings. Runs on: rank 0."""
+    config.save_pretrained(folder)
+    return add_transformers_4_fields(folder, config)
 
 
 def base_dir_of(model: PreTrainedModel) -> str:
@@ -174,9 +187,7 @@ def _write_generation_config(
     folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int], base_dir: str
 ) -> list[str]:
     """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
-    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
-    original = getattr(model, 'origin_generation_config', None)
-    generation = copy.deepcopy(model.generation_config if original is None else original)
+    generation = _saved_generation_config(model, folder)
     _restore_forced(generation, base_dir)
     if eos_token_ids:
         known = generation.eos_token_id
@@ -193,6 +204,28 @@ def _write_generation_config(
     except ValueError:
         return [f'generation_config.json was not written: transformers refuses it: {problem}']
     return [f'generation_config.json: do_sample was set to True, without which transformers refuses it: {problem}']
+
+
+def _saved_generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig:
+    """A copy of what ``save_pretrained`` writes. Classes that override it, such as CSM's, add to it there.
+
+    Args:
+        folder: For temporary files.
+    """
+    from transformers import PreTrainedModel
+
+    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
+    original = getattr(model, 'origin_generation_config', None)
+    generation = copy.deepcopy(model.generation_config if original is None else original)
+    kind = model_class(model)
+    if kind.save_pretrained is PreTrainedModel.save_pretrained:
+        return generation
+    trial = copy.copy(model)  # it edits the configs; the tensors are shared
+    trial.config, trial.generation_config = copy.deepcopy(model.config), generation
+    # It need not accept an empty state dict
+    with suppress(Exception), quiet(), tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as temporary:
+        kind.save_pretrained(trial, temporary, state_dict={}, is_main_process=False)
+    return trial.generation_config
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
@@ -218,6 +251,39 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
         )
 
 
+def lost_tokens(tokenizer: Any | None, embedding_rows: int | None, base_dir: str) -> list[str]:
+    """A warning if training resized the embeddings for tokens that the tokenizer does not have. Runs on: rank 0."""
+    base = _base_json(base_dir, 'config.json')
+    of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
+    if embedding_rows is None or of_base in (None, embedding_rows) or not hasattr(tokenizer, '__len__'):
+        return []
+    n_tokens = len(tokenizer)
+    is_padded = embedding_rows % _ROWS_MULTIPLE == 0
+    if n_tokens >= embedding_rows or (is_padded and not n_tokens <= of_base < embedding_rows):
+        return []
+    return [
+        f'the tokenizer has {n_tokens} tokens, but the embeddings were resized from {of_base} to {embedding_rows} '
+        f'rows: if tokens were added for training, they are not in it; set the option tokenizer to one that has them'
+    ]
+
+
+def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
+    """A warning if the base announces layers for multi-token prediction, but no tensor has such a name."""
+    base = _base_json(base_dir, 'config.json')
+    fields = {**base, **base.get('text_config', {})}
+    announced = {name: value for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int}
+    first = fields.get('num_hidden_layers')
+    numbers = [(found, name) for name in names for found in (_LAYER.search(name),)]
+    has_some = any(_MTP_TENSOR.search(name) or (found and int(found[1]) == first) for found, name in numbers)
+    if has_some or not any(announced.values()):
+        return []
+    (name, value), *_ = ((name, value) for name, value in announced.items() if value)
+    return [
+        f'config.json has {name}={value}, but the class of the trained model has no layers for multi-token prediction, '
+        f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0'
+    ]
+
+
 def add_transformers_4_fields(folder: Path, config: PretrainedConfig) -> list[str]:
     """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to, and return warnings."""
     path = folder / 'config.json'
@@ -226,7 +292,8 @@ def add_transformers_4_fields(folder: Path, config: PretrainedConfig) -> list[st
     warnings = []
     for name, part, fields in with_rope:
         older = next((found for found in _descriptions(part, fields) if _is_proven(part, fields, found)), None)
-        if older is None:
+        is_of_a_part = any(other.startswith(name) and other != name for other, _, _ in with_rope)
+        if older is None and not is_of_a_part:  # transformers 4.57 wrote that of Qwen2-VL's text_config outside, too
             warnings.append(
                 f'config.json: transformers 4 ignores {name}{_ROPE}, and nothing that it reads describes this RoPE of '
                 f'{type(part).__name__}: there, the model computes something else'

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +16,23 @@ from torch import nn
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
+from xhf_hooks.exporters.hf_assets import is_remote_code
 from xhf_hooks.exporters.on_meta import built_on_meta, config_to_build
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
+from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none, without_zero_init
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
-from xhf_hooks.model import input_embedding, model_class, module_tensors, token_embeddings, without_wrappers
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.model import (
+    input_embedding,
+    model_class,
+    module_tensors,
+    names_by_identity,
+    output_embedding,
+    token_embeddings,
+    without_wrappers,
+)
+from xhf_hooks.planning.types import ExportEntry, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ _FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
 #: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
 #: and ``save_hf`` is called many times.
 _BUILT: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
+#: What has been loaded without problems, by live model and exporter, for the same reason.
+_REHEARSED: WeakKeyDictionary[PreTrainedModel, dict[type, Any]] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
@@ -53,7 +63,11 @@ class HuggingFaceExporter(Exporter):
         self._path, self._model = find_pretrained(model, module)
         self._computed: dict[str, ComputedTensor] = {}  # by the source name of the replaced tensor
         self._reference: PreTrainedModel | None = None
-        self._config: PretrainedConfig | None = None
+        self._names: dict[str, TensorSpec] = {}  # in the model that from_pretrained will build
+        self._not_written: set[str] = set()  # of these names
+        self._config_dtype: str | None = None
+        self._vocab_size: int | None = None  # of resized embeddings
+        self._is_tied: bool | None = None  # where the config says otherwise
         _require_not_quantized(self._model)
 
     @classmethod
@@ -61,23 +75,26 @@ class HuggingFaceExporter(Exporter):
         return bool(pretrained_in(model))
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        own = self._own_names(specs)
+        own = self._names = self._own_names(specs)
         base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
-        self._config = self._exported_config(own, dtype if base is None else base.of_model)
+        self._config_dtype, self._vocab_size, self._is_tied = dtype if base is None else base.of_model, None, None
         self._reference = self._build_reference(self._config)
         embedding = input_embedding(self._reference)
         rows = [own[n].shape[0] for n, tensor in module_tensors(self._reference) if tensor is embedding and n in own]
         if rows and rows[0] != embedding.shape[0]:  # training resized it; mllama's has more rows than vocab_size
-            hf_assets.text_config(self._config).vocab_size = rows[0]
+            self._vocab_size = rows[0]
+            self._reference = self._build_reference(self._config)
+        self._is_tied = self._misdescribed_tie(own)
+        if self._is_tied is not None:
             self._reference = self._build_reference(self._config)
         self._compare_with_reference(own)
-        for alias in self._redundant_names(own):
-            del own[alias]
+        self._not_written = set(self._redundant_names(own))
+        own = {name: spec for name, spec in own.items() if name not in self._not_written}
         entries = self._convert(own)
         if base is not None:
             entries = base.applied_to(entries, self._reference.base_model_prefix)
         elif dtype is not None:
-            with _without_zero_init():
+            with without_zero_init():
                 floats = [name for name, spec in own.items() if is_float(spec.dtype)]
                 kept = {own[name].name for name in kept_in_fp32(self._reference, floats, dtype)}
             dtypes = ('F32' if kept.intersection(e.reads) else dtype for e in entries)
@@ -91,6 +108,37 @@ class HuggingFaceExporter(Exporter):
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
+
+    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+        config, kind = self._config, self._class_that_loads()
+        done = kind, config.to_dict(), sorted((place.hf_name, place.shape, place.dtype) for place in placements)
+        rehearsed = _REHEARSED.setdefault(self._model, {})
+        if rehearsed.get(type(self)) == done:
+            return []
+        try:
+            loaded, problems = load_empty(kind, config, placements)
+        except ModelError:
+            raise
+        except Exception as error:  # a class may be custom code; transformers may lack accelerate, which this needs
+            return [not_rehearsed(kind, error)]
+        for _, names in names_by_identity(loaded):
+            known = [name for name in names if name in self._names]
+            if len({self._names[name].name for name in known}) > 1:
+                problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
+            elif known and self._not_written.issuperset(known) and not self._ignored.issuperset(known):
+                problems.setdefault('not tied to what is saved', []).append(known[0])
+        require_none(problems, kind.__name__)
+        rehearsed[type(self)] = done
+        return []
+
+    def _class_that_loads(self) -> type[PreTrainedModel]:
+        """The class that config.json names: of transformers, or that of the trained model if it is custom code."""
+        import transformers
+
+        of_model = model_class(self._reference)
+        if is_remote_code(self._model):
+            return of_model
+        return getattr(transformers, of_model.__name__, of_model)
 
     @property
     def n_parameters(self) -> int | None:
@@ -108,13 +156,36 @@ class HuggingFaceExporter(Exporter):
     ) -> list[str]:
         rows = max((weight.shape[0] for weight in token_embeddings(self._reference)), default=None)
         hf_assets.require_vocabulary(tokenizer, rows, self)
-        return hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
+        warnings = hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
+        warnings += hf_assets.lost_tokens(tokenizer, rows, self.base_dir)
+        return warnings + hf_assets.missing_mtp_layers(self._names, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The exported module's tensors in state-dict order, by each of their names relative to the module."""
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    @property
+    def _config(self) -> PretrainedConfig:
+        """The config to write: that of the live model as it is now, where it does not contradict the weights."""
+        config = self._exported_config(self._names, self._config_dtype)
+        if self._vocab_size is not None:
+            hf_assets.text_config(config).vocab_size = self._vocab_size
+        if self._is_tied is not None:
+            for part in (config, hf_assets.text_config(config)):
+                if getattr(part, 'tie_word_embeddings', not self._is_tied) != self._is_tied:
+                    part.tie_word_embeddings = self._is_tied
+        return config
+
+    def _misdescribed_tie(self, own: Mapping[str, TensorSpec]) -> bool | None:
+        """Whether input and output embeddings are one tensor, if the config says otherwise; None if it is right."""
+        embeddings = [input_embedding(self._reference), output_embedding(self._reference)]
+        names = [[n for n, t in module_tensors(self._reference) if t is one and n in own] for one in embeddings]
+        if not all(names):
+            return None
+        is_tied = len({own[name].name for name in (*names[0], *names[1])}) == 1
+        return None if is_tied == (embeddings[0] is embeddings[1]) else is_tied
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         return hf_assets.exported_config(self._model, dtype, self.base_dir)
@@ -127,7 +198,7 @@ class HuggingFaceExporter(Exporter):
             reference = build_on_meta(kind, config)
             _BUILT[self._model] = (kind, content), reference
         conversions = getattr(self._model, '_weight_conversions', None)
-        if conversions is not None:
+        if conversions is not None and not any(map(_is_of_quantizer, conversions)):
             reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
         return reference
 
@@ -156,21 +227,27 @@ class HuggingFaceExporter(Exporter):
                 f'{self._path or "its root"!r} differ: {told}.{hint}'
             )
 
+    @property
+    def _ignored(self) -> set[str]:
+        """Names that the class never writes."""
+        return set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
+
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
         """Names that are not written: those that the class ignores, and all but one of tied weights.
 
         Same rule as ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), but ties are found by
-        identity. A tie that the class does not declare is written under each name, since loading cannot restore it.
+        identity. A tie that loading does not restore is written under each name.
         """
         from transformers.modeling_utils import _get_tied_weight_keys
 
-        ignored = set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
+        ignored = self._ignored
+        tensors = {name: id(tensor) for name, tensor in module_tensors(self._reference)}
         declared = _get_tied_weight_keys(self._reference)
         redundant = [name for name in own if name in ignored]
-        names_of: dict[str, list[str]] = {}
+        names_of: dict[tuple[str, int | None], list[str]] = {}
         for name, spec in own.items():
             if name not in ignored:
-                names_of.setdefault(spec.name, []).append(name)
+                names_of.setdefault((spec.name, tensors.get(name)), []).append(name)
         for names in names_of.values():
             tied = [name for name in sorted(names) if _matches(declared, name)]
             redundant += tied if len(tied) < len(names) else tied[:-1]
@@ -256,24 +333,13 @@ def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreT
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
 
-    with _without_zero_init():
+    with without_zero_init():
         return built_on_meta(build)
 
 
-@contextmanager
-def _without_zero_init() -> Iterator[None]:
-    """Keep transformers from partitioning submodules built with ``from_config`` at ZeRO-3."""
-    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
-    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
-    active = None if reference is None else reference()
-    if active is None:
-        yield
-        return
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration.set_hf_deepspeed_config(active)
+def _is_of_quantizer(conversion: Any) -> bool:
+    """Whether it is what a quantizer did when it loaded the model, such as dequantizing; it is gone since."""
+    return any(hasattr(operation, 'hf_quantizer') for operation in getattr(conversion, 'operations', ()))
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

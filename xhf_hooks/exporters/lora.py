@@ -15,17 +15,18 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, find_pretrained, pretrained_in
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
+from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
 from xhf_hooks.exporters.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
 from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
-from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from peft.tuners.lora import LoraLayer
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedModel
 
 #: Folder of the adapter beside a merged model. In the same folder, it would make from_pretrained load the base model.
 ADAPTER_FOLDER = 'adapter'
@@ -138,7 +139,6 @@ class AdapterExporter(Exporter):
         self._path, self._peft_model, self._alone = path, peft_model, alone
         self._adapter = trained_adapter(peft_model)
         self._model = peft_model.get_base_model()
-        self._config = peft_model.peft_config[self._adapter]
         self._embedding_rows: int | None = None  # known after entries()
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -164,12 +164,31 @@ class AdapterExporter(Exporter):
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return unchanged_entries(found, dtype, ADAPTER_FILES)
 
+    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+        try:
+            base = self._build_base()
+            problems = load_empty_adapter(base, self._config, placements)
+        except Exception as error:  # the base may be custom code
+            return [not_rehearsed(model_class(self._model), error)]
+        require_none(problems, f'peft, with this adapter of a {type(base).__name__},')
+        return []
+
+    def _build_base(self) -> PreTrainedModel:
+        """The model onto which the adapter is loaded, on the meta device."""
+        return build_on_meta(model_class(self._model), self._model.config)
+
+    @property
+    def _config(self) -> PeftConfig:
+        """The config to write: that of the live adapter as it is now."""
+        config = copy.copy(self._peft_model.peft_config[self._adapter])  # a deep copy could change the order of sets
+        config.inference_mode = True
+        return config
+
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         self._peft_model.create_or_update_model_card(str(folder))
-        config = copy.copy(self._config)  # a deep copy could change the order of sets
+        config = self._config
         if config.base_model_name_or_path is None:  # as in peft's save_pretrained
             config.base_model_name_or_path = self._model.__dict__.get('name_or_path') or None
-        config.inference_mode = True
         auto_mapping = None
         if config.task_type is None:  # then AutoPeftModel reads the class from here
             kind = model_class(self._model)
@@ -177,6 +196,7 @@ class AdapterExporter(Exporter):
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         hf_assets.require_vocabulary(tokenizer, self._embedding_rows, self)
         warnings = [] if tokenizer is None else write_tokenizer(folder, tokenizer, self.base_dir)
+        warnings += hf_assets.lost_tokens(tokenizer, self._embedding_rows, self.base_dir)
         if not config.base_model_name_or_path:
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
@@ -234,16 +254,6 @@ class MergedExporter(HuggingFaceExporter):
 
     def _adapter_at(self, path: str) -> str:
         return next(name for above, name in self._adapters.items() if not above or path.startswith(f'{above}.'))
-
-    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        """Set tie_word_embeddings to False if ``modules_to_save`` untied the embeddings."""
-        config = super()._exported_config(own, dtype)
-        outputs = self._model.get_output_embeddings() if self._adapters else None
-        if outputs is not None and self._model.get_input_embeddings().weight is not outputs.weight:
-            for part in (config, hf_assets.text_config(config)):
-                if getattr(part, 'tie_word_embeddings', False):
-                    part.tie_word_embeddings = False
-        return config
 
     def _note_merge(self, path: str, layer: LoraLayer, own: dict[str, TensorSpec]) -> str:
         """Record the merge of an adapted layer; returns the relative name of the merged weight."""

@@ -224,15 +224,16 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
-        self.collect()
-        self._begun.renew()
         target, committed = target or self.newest, None
         try:
-            if self._options.async_save:
-                self._saver.start(target, step, facts)
-                self._in_flight.begun(self._saver.in_flight, step)
-            else:
-                committed = self._saver.save(target, step, facts)
+            with self.collective.stage('save'):
+                self.collect()
+                self._begun.renew()
+                if self._options.async_save:
+                    self._saver.start(target, step, facts)
+                    self._in_flight.begun(self._saver.in_flight, step)
+                else:
+                    committed = self._saver.save(target, step, facts)
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return

@@ -42,7 +42,7 @@ from xhf_hooks.planning.types import (
     TensorSpec,
     WrittenSave,
 )
-from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock
+from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.base import Source
@@ -142,6 +142,11 @@ class Saver:
             self._make_plan(entries, specs, spread)
             allow_open_files(len(self.plan.files), f'{len(self.plan.files)} files of weights')
         self._collective.require_same('the save plan', self.plan.digest, lambda: describe_plan(self.plan))
+        with self._collective.stage('rehearsal'):  # before the first step, and in the thread that trains
+            notes = self.exporter.rehearse(self.plan.placements) if self._collective.rank == 0 else []
+            for note in notes if self.log is not None else ():
+                self.log.info(note)
+            self._warn_of_left_out()
         return self.plan
 
     @property
@@ -257,6 +262,10 @@ class Saver:
             weakref.finalize(self, self.writer.close).atexit = False
             self._background = BackgroundThread('xhf-save') if is_beside_training else None
 
+    def _warn_of_left_out(self) -> None:
+        if self.log is not None:
+            warn_of_left_out(self.log, self.exporter, self._unwrapped.root)
+
     def _with_masters(self, specs: list[TensorSpec], entries: list[ExportEntry]) -> list[TensorSpec]:
         """The specs with masters in place of 16-bit weights for outputs that the option ``dtype`` makes fp32."""
         if self.options.dtype is None:
@@ -288,6 +297,7 @@ class Saver:
             save = Save(self, target, step, facts, collective)
             self.source = source_for(self._unwrapped.root)
             must_plan = self.source.specs() != self._specs
+            self._warn_of_left_out()
         if self._collective.any(must_plan, 'plan'):
             self.prepare()
         save.clock.stage_secs['plan'] = save.clock.seconds

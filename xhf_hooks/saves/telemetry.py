@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from xhf_hooks.format.text import counted, some
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
 from xhf_hooks.system.memory import MemoryMeter
 
@@ -110,10 +113,24 @@ def log_preparations(
     gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
     if gathered and expects_slices:
         log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
-    if exporter.left_out:
-        log.info(f'not exported: {counted(len(exporter.left_out), "tensor")} ({some(exporter.left_out)})')
+    left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
+    if left_out:
+        log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
     for note in exporter.notes:
         log.info(note)
+
+
+def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
+    """Name what is trained and not saved, if that has changed."""
+    left_out = set(exporter.left_out)
+    parameters = [(names[0], tensor) for tensor, names in names_by_identity(model)] if left_out else []
+    trained = tuple(name for name, tensor in parameters if tensor.requires_grad and name in left_out)
+    if trained and trained != exporter.left_out_trained:
+        log.warning(
+            f'trained, but not saved: {counted(len(trained), "tensor")} ({some(trained)}). The exported model '
+            f'has no place for them; to save them, too, register an exporter (docs/extending.md)'
+        )
+    exporter.left_out_trained = trained
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:

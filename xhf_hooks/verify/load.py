@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.exporters.hf_assets import quiet
+from xhf_hooks.exporters.rehearsal import load_and_tell
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
@@ -64,16 +65,8 @@ def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, A
     import transformers
 
     name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
-    model, told = (class_named(name) or transformers.AutoModelForCausalLM).from_pretrained(
-        str(folder),
-        torch_dtype='auto',
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported instead
-    )
-    shapes = [f'{name} {tuple(found)}, expected {tuple(wanted)}' for name, found, wanted in told['mismatched_keys']]
-    return model, {'missing': told['missing_keys'], 'unexpected': told['unexpected_keys'], 'mismatched': shapes}
+    kind = class_named(name) or transformers.AutoModelForCausalLM
+    return load_and_tell(kind, str(folder), trust_remote_code=trust_remote_code)
 
 
 def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:

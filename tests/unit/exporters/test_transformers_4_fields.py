@@ -81,3 +81,13 @@ def test_a_field_that_is_there_is_not_replaced(tmp_path):
     model.config.rope_theta = 7.0  # transformers 5 ignores it
     (warning,) = written(tmp_path, model)
     assert config_fields(tmp_path)['rope_theta'] == 7.0 and 'ignores rope_parameters' in warning
+
+
+def test_no_warning_of_a_rope_that_no_class_reads(tmp_path):
+    """transformers 4.57 wrote the one of Qwen2-VL's text_config beside it, too, without theta."""
+    model = build('qwen2_vl')
+    model.config.rope_parameters = {'mrope_section': [1, 2, 2], 'rope_type': 'default', 'type': 'default'}
+    assert written(tmp_path, model) == []
+    assert (
+        config_fields(tmp_path)['text_config']['rope_theta'] == model.config.text_config.rope_parameters['rope_theta']
+    )

@@ -209,7 +209,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         return build_on_meta(LlavaForConditionalGeneration, config)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        config = copy.deepcopy(self._config)
+        config = self._config
         warnings = []
         if tokenizer is None:
             warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')

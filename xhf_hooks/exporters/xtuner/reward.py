@@ -23,7 +23,7 @@ from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 BACKBONE, HEAD = 'llm', 'v_head'
@@ -172,14 +172,24 @@ class _HeadedAdapterExporter(AdapterExporter):
         super().__init__(path, peft_model, alone=alone)
         kind = reward_class(self._model)
         self._head, prefix = head_of(kind), kind.base_model_prefix
+        self._base_prefix = prefix
         self._prefix = f'{_IN_ADAPTER}.{prefix}.'
-        self._config = config = copy.copy(self._config)
+
+    @property
+    def _config(self) -> PeftConfig:
+        config = super()._config
         config.task_type = 'SEQ_CLS' if self._head == 'score' else 'FEATURE_EXTRACTION'
         config.modules_to_save = [*(config.modules_to_save or ()), self._head]
         for option in ('target_modules', 'exclude_modules'):
             pattern = getattr(config, option, None)
             if isinstance(pattern, str):  # a pattern for full names, which now have one more component
-                setattr(config, option, rf'{prefix}\.(?:{pattern})')
+                setattr(config, option, rf'{self._base_prefix}\.(?:{pattern})')
+        return config
+
+    def _build_base(self) -> PreTrainedModel:
+        config = copy.deepcopy(self._model.config)
+        config.num_labels = 1
+        return build_on_meta(reward_class(self._model), config)
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         entries = [

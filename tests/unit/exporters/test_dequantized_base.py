@@ -1,0 +1,110 @@
+"""Models that were loaded from quantized files with ``dequantize=True`` (the recipe for gpt-oss) are saved as trained.
+
+``save_pretrained`` of transformers 5.23 converts them back to the quantizer's names, and nothing loads the result.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.adapted import EXPERTS, adapt
+from tests.helpers.converted import convert
+from tests.helpers.engines import save_folder
+from tests.helpers.families import MODELS
+from tests.helpers.zoo import build
+from tests.unit.exporters.test_rehearsal import loaded, planned, same_logits
+from xhf_hooks.errors import ModelError
+
+pytestmark = pytest.mark.modern_only
+
+#: Of one scale: it divides the odd sizes of the models.
+BLOCK = 1
+
+
+def quantized(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+    fields = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps({**fields, 'quantization_config': config}))
+
+
+def from_mxfp4(folder: Path) -> Any:
+    from transformers import Mxfp4Config
+
+    _, _, options = MODELS['gpt_oss']
+    base = build('gpt_oss', models={'gpt_oss': (*MODELS['gpt_oss'][:2], {**options, **_MULTIPLES_OF_32})})
+    base.bfloat16().save_pretrained(folder)
+    packed = {}
+    for name, tensor in load_file(folder / 'model.safetensors').items():
+        if name.endswith(('gate_up_proj', 'down_proj')):
+            n_experts, rows, columns = tensor.shape
+            blocks = torch.arange(n_experts * columns * rows // 2).remainder(251).to(torch.uint8)
+            packed[f'{name}_blocks'] = blocks.reshape(n_experts, columns, rows // 32, 16)
+            packed[f'{name}_scales'] = torch.full((n_experts, columns, rows // 32), 120, dtype=torch.uint8)
+        else:
+            packed[name] = tensor
+    quantized(folder, packed, quant_method='mxfp4', modules_to_not_convert=['lm_head'])
+    options = dict(quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+_MULTIPLES_OF_32 = {'hidden_size': 64, 'intermediate_size': 32, 'head_dim': 16}
+
+
+def from_fp8(folder: Path) -> Any:
+    from transformers import FineGrainedFP8Config
+
+    build('llama').bfloat16().save_pretrained(folder)
+    stored = {}
+    for name, tensor in load_file(folder / 'model.safetensors').items():
+        if name.endswith('_proj.weight'):
+            rows, columns = (-(-size // BLOCK) for size in tensor.shape)
+            stored[name] = tensor.to(torch.float8_e4m3fn)
+            stored[f'{name}_scale_inv'] = torch.full((rows, columns), 0.5)
+        else:
+            stored[name] = tensor
+    quantized(folder, stored, quant_method='fp8', activation_scheme='dynamic', weight_block_size=[BLOCK, BLOCK])
+    config = FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK))
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
+def test_what_was_trained_is_loaded(load, tmp_path):
+    model = load(tmp_path / 'base')
+    assert not hasattr(model.config, 'quantization_config')
+    save_folder(model, tmp_path / 'hf_model')
+    assert same_logits(model, loaded(tmp_path / 'hf_model', type(model)))
+
+
+@pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
+def test_a_conversion_of_its_checkpoint(load, tmp_path):
+    """The base's config.json still names the quantizer."""
+    model = load(tmp_path / 'base')
+    tensors = {f'llm.{name}': tensor for name, tensor in model.state_dict().items()}
+    torch.save({'state_dict': tensors}, tmp_path / 'it.pth')
+    convert(tmp_path / 'it.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    again = loaded(tmp_path / 'out', type(model))
+    assert not hasattr(again.config, 'quantization_config') and same_logits(model, again)
+
+
+def test_merged_adapter(tmp_path):
+    model = adapt(from_mxfp4(tmp_path / 'base'), target_modules=['q_proj'], target_parameters=EXPERTS)
+    save_folder(model, tmp_path / 'hf_model', lora='merge', dtype='float32')
+    again = loaded(tmp_path / 'hf_model', type(model.get_base_model()))
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        difference = again.float()(input_ids=ids).logits - model.float().merge_and_unload()(input_ids=ids).logits
+    assert difference.abs().max() < 1e-4
+
+
+def test_a_quantizers_conversion_is_found_by_the_rehearsal(tmp_path, monkeypatch):
+    monkeypatch.setattr('xhf_hooks.exporters.huggingface._is_of_quantizer', lambda conversion: False)
+    exporter, placements = planned(from_mxfp4(tmp_path))
+    with pytest.raises(ModelError, match=r'missing: .*experts\.down_proj,.*unexpected: .*experts\.down_proj_blocks'):
+        exporter.rehearse(placements)

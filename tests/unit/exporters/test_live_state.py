@@ -1,0 +1,191 @@
+"""What training changes after the plan was made is saved; what a save leaves out is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from tests.helpers.adapted import adapted, around
+from tests.helpers.model_folder import save_tokenizer
+from tests.helpers.zoo import MODELS, available, build
+from tests.unit.exporters.test_hf_assets import with_base
+from xhf_hooks import save_hf
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import Exporter, find_tokenizer
+from xhf_hooks.exporters.huggingface import build_on_meta
+from xhf_hooks.saves.telemetry import RunLog, log_preparations, warn_of_left_out
+from xhf_hooks.sources import source_for
+
+
+def planned(model: nn.Module, **options: Any) -> Exporter:
+    exporter = exporter_for(model, None, **options)
+    exporter.entries(source_for(model).specs(), None)
+    return exporter
+
+
+def written(exporter: Exporter, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    exporter.write_hf_assets(folder, tokenizer, ())
+    return json.loads((folder / name).read_text())
+
+
+def test_what_training_writes_into_the_config(tmp_path):
+    """The loss of sequence classifiers sets problem_type at the first step; pipelines choose their function by it."""
+    model = BertForSequenceClassification(transformers.BertConfig(**MODELS['bert'][2], num_labels=3))
+    exporter = planned(model)
+    ids = torch.arange(3, 9)[None]
+    model(input_ids=ids, labels=torch.tensor([[1.0, 0.0, 1.0]]))
+    model.config.pad_token_id = 7
+    config = written(exporter, tmp_path, 'config.json')
+    assert (config['problem_type'], config['pad_token_id']) == ('multi_label_classification', 7)
+
+
+@pytest.mark.parametrize('lora', ['merge', 'both'])
+def test_what_training_writes_into_configs_of_adapted_models(lora, tmp_path):
+    model = adapted('llama')
+    exporter = planned(model, lora=lora)
+    model.get_base_model().config.pad_token_id = 7
+    model.get_base_model().generation_config.top_k = 7
+    assert written(exporter, tmp_path, 'config.json')['pad_token_id'] == 7
+    assert json.loads((tmp_path / 'generation_config.json').read_text())['top_k'] == 7
+    assert model.peft_config['default'].inference_mode is False
+
+
+def test_what_training_writes_into_the_adapters_config(tmp_path):
+    model = adapted('llama')
+    exporter = planned(model)
+    model.peft_config['default'] = copy.copy(model.peft_config['default'])
+    model.peft_config['default'].lora_alpha = 99
+    assert written(exporter, tmp_path, 'adapter_config.json')['lora_alpha'] == 99
+
+
+SPEECH = ['CsmForConditionalGeneration', 'KyutaiSpeechToTextForConditionalGeneration']
+
+
+@pytest.mark.parametrize('name', [name for name in SPEECH if hasattr(transformers, name)])
+def test_generation_settings_of_parts(name, tmp_path):
+    """These classes override save_pretrained, to save the settings of a part with those of the model."""
+    kind = getattr(transformers, name)
+    model = build_on_meta(kind, kind.config_class())
+    part, prefix = (model.depth_decoder, 'depth_decoder') if 'Csm' in name else (model.codec_model, 'codec')
+    part.generation_config.do_sample, part.generation_config.temperature = True, 0.33
+    before = model.generation_config.to_dict()
+    found = written(planned(model), tmp_path, 'generation_config.json')
+    assert found[f'{prefix}_temperature'] == 0.33 and found[f'{prefix}_do_sample'] is True
+    assert model.generation_config.to_dict() == before
+
+
+def test_layers_that_the_base_announces_and_the_class_does_not_load(tmp_path):
+    """Such as those for multi-token prediction of DeepSeek-V3 and GLM-4.5."""
+    if not available('deepseek_v3'):
+        pytest.skip('not in this transformers')
+    for number, n_warnings in ((1, 1), (0, 0)):
+        model = with_base(build('deepseek_v3'), tmp_path / 'base')
+        config = json.loads((tmp_path / 'base' / 'config.json').read_text())
+        (tmp_path / 'base' / 'config.json').write_text(json.dumps({**config, 'num_nextn_predict_layers': number}))
+        warnings = planned(model).write_hf_assets(tmp_path, None, ())
+        assert len(warnings) == n_warnings and all('num_nextn_predict_layers=1' in warning for warning in warnings)
+
+
+# Tokenizers
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A model with a base that has a tokenizer."""
+    model = with_base(build('llama'), tmp_path / 'base')
+    save_tokenizer(tmp_path / 'base', model.config.vocab_size)
+    return model
+
+
+def grown(model: Any) -> tuple[Any, Any]:
+    """The base's tokenizer with a token more, and the model with a row for it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
+    tokenizer.add_tokens(['[SEG]'], special_tokens=True)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    return tokenizer, model
+
+
+def test_the_models_own_tokenizer_goes_before_a_recipe(llama):
+    """Models such as Sa2VA add tokens to their own; what the run's config names is what they started from."""
+    tokenizer, llm = grown(llama)
+    model = around(llm=llm)
+    model.tokenizer = tokenizer
+    base = llm.config._name_or_path
+    recipe = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=base)
+    exporter = planned(model)
+    assert find_tokenizer(None, recipe, exporter) == find_tokenizer(None, None, exporter) == (tokenizer, [])
+    other = transformers.AutoTokenizer.from_pretrained(base)
+    assert find_tokenizer(None, other, exporter)[0] is other  # of the run itself
+    assert len(find_tokenizer(base, recipe, exporter)[0]) == len(other)  # of the option
+
+
+def test_tokens_that_the_tokenizer_lacks(llama, tmp_path):
+    base = transformers.AutoTokenizer.from_pretrained(llama.config._name_or_path)
+    tokenizer, model = grown(llama)
+    (tmp_path / 'found').mkdir()
+    exporter = planned(model)
+    assert exporter.write_hf_assets(tmp_path / 'found', tokenizer, ()) == []
+    (warning,) = exporter.write_hf_assets(tmp_path / 'found', base, ())
+    assert f'the tokenizer has {len(base)} tokens' in warning and f'from 131 to {len(tokenizer)} rows' in warning
+    assert 'option tokenizer' in warning
+
+
+@pytest.mark.parametrize('rows', [131, 192])
+def test_padded_embeddings_are_right(rows, llama, tmp_path):
+    """Of the base, as Qwen's; and resized for more tokens than those."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama.config._name_or_path)
+    n_more = rows - len(tokenizer) - 5
+    tokenizer.add_tokens([f'[{number}]' for number in range(max(0, n_more))])
+    llama.resize_token_embeddings(rows, mean_resizing=False)
+    (tmp_path / 'found').mkdir()
+    assert planned(llama).write_hf_assets(tmp_path / 'found', tokenizer, ()) == []
+
+
+# What has no place in the folder
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO)
+    return RunLog(logging.getLogger('test_left_out'), 'Door')
+
+
+@pytest.mark.parametrize('lora', [True, False])
+def test_trained_tensors_that_are_not_saved_are_named(lora, log, caplog):
+    model = around(llm=adapted('llama') if lora else build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
+    model.frozen.requires_grad_(False)
+    exporter = planned(model)
+    for _ in range(2):
+        warn_of_left_out(log, exporter, model)
+    ((level, message),) = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert level == 'WARNING' and 'docs/extending.md' in message
+    assert 'trained, but not saved: 2 tensors (mask_head.weight, mask_head.bias)' in message
+    model.frozen.requires_grad_(True)
+    warn_of_left_out(log, exporter, model)
+    assert 'trained, but not saved: 4 tensors' in caplog.messages[-1]
+
+
+def test_frozen_tensors_that_are_not_saved_are_a_remark(log, caplog, monkeypatch):
+    monkeypatch.setattr('xhf_hooks.saves.telemetry._table', lambda *_: '')
+    exporter = planned(around(llm=build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3)))
+    exporter.left_out_trained = ('mask_head.weight', 'mask_head.bias')
+    plan = type('Plan', (), dict(placements=[], files=[], nbytes=0, gathered=[]))
+    log_preparations(log, plan, exporter, where='', when='', how='', expects_slices=False)
+    assert caplog.messages[-1] == 'Door: not exported: 2 tensors (frozen.weight, frozen.bias)'
+
+
+def test_every_save_tells_of_them(tmp_path, caplog):
+    model = around(llm=build('llama'), mask_head=nn.Linear(3, 3))
+    save_hf(model, tmp_path / 'saved')
+    (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
+    assert record.levelname == 'WARNING' and 'mask_head.weight' in record.getMessage()

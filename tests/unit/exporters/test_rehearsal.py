@@ -1,0 +1,178 @@
+"""What would not load is found before anything is written, whatever the cause; and training notices nothing of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.helpers.adapted import adapted, around
+from tests.helpers.engines import save_folder
+from tests.helpers.zoo import available, build
+from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
+from xhf_hooks.errors import AgreedError, ModelError
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.types import Placement
+from xhf_hooks.sources import source_for
+
+
+def planned(model: nn.Module, **options: Any) -> tuple[Exporter, list[Placement]]:
+    exporter, specs = exporter_for(model, None, **options), source_for(model).specs()
+    plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=10**9, bucket_nbytes=10**9)
+    return exporter, plan.placements
+
+
+def changed(placements: list[Placement], name: str, **fields: Any) -> list[Placement]:
+    assert [place for place in placements if place.hf_name == name]
+    return [replace(place, **fields) if place.hf_name == name else place for place in placements]
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3_moe', 'gpt2', 't5', 'qwen2_vl', 'llava', 'whisper'])
+def test_what_is_right_is_silent(family):
+    if not available(family):
+        pytest.skip('not in this transformers')
+    exporter, placements = planned(build(family))
+    assert exporter.rehearse(placements) == []
+
+
+NORM = 'model.norm.weight'
+
+
+@pytest.mark.parametrize(
+    ('fields', 'said'),
+    [
+        (dict(hf_name='model.final_norm.weight'), rf'1 missing: {NORM}; 1 unexpected: model\.final_norm\.weight'),
+        (dict(shape=(36,)), rf'1 of other shape: {NORM}( \(36,\), expected \(35,\))?\.'),
+    ],
+)
+def test_a_renamed_key_and_a_wrong_shape(fields, said):
+    exporter, placements = planned(build('llama'))
+    with pytest.raises(ModelError, match=f'LlamaForCausalLM would not load.*{said}.*docs/extending'):
+        exporter.rehearse(changed(placements, NORM, **fields))
+
+
+def test_an_unfused_expert_that_is_missing():
+    """transformers 5 fuses experts when it loads them."""
+    if not available('qwen3_moe'):
+        pytest.skip('not in this transformers')
+    exporter, placements = planned(build('qwen3_moe'))
+    with pytest.raises(ModelError, match='Qwen3MoeForCausalLM would not load'):
+        exporter.rehearse([place for place in placements if 'layers.1.mlp.experts' not in place.hf_name])
+
+
+@pytest.mark.parametrize(
+    ('is_tied', 'family', 'said'),
+    [
+        (False, 'qwen2', 'missing: lm_head.weight|not tied to what is saved: lm_head.weight'),
+        (True, 'llama', 'tied, but trained apart: model.embed_tokens.weight and lm_head.weight'),
+    ],
+)
+def test_a_tie_that_the_config_does_not_have(is_tied, family, said, monkeypatch):
+    exporter, placements = planned(build(family))
+    config = exporter._config
+    config.tie_word_embeddings = is_tied
+    monkeypatch.setattr(type(exporter), '_config', config)
+    with pytest.raises(ModelError, match=said):
+        exporter.rehearse(placements)
+
+
+def test_an_adapter_is_loaded_by_peft():
+    exporter, placements = planned(around(llm=adapted('llama', modules_to_save=['lm_head'])))
+    assert exporter.rehearse(placements) == []
+    name = next(place.hf_name for place in placements if 'v_proj.lora_B' in place.hf_name)
+    for fields, said in [
+        (dict(hf_name=name.replace('lora_B', 'lora_C')), f'missing: {re.escape(name)}.*unexpected'),
+        (dict(shape=(9, 3)), r'of other shape: .*v_proj.lora_B.weight \(9, 3\), expected \(10, 3\)'),
+    ]:
+        with pytest.raises(ModelError, match=f'peft, with this adapter of a LlamaForCausalLM, would not load.*{said}'):
+            exporter.rehearse(changed(placements, name, **fields))
+
+
+def test_before_the_first_step_it_is_an_error_of_all_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr('xhf_hooks.exporters.huggingface.convert_specs', _forgets_a_tensor)
+    with pytest.raises(AgreedError, match=f"stage 'rehearsal' failed on rank 0: .*1 missing: {NORM}"):
+        save_folder(build('llama'), tmp_path / 'hf_model')
+    assert not (tmp_path / 'hf_model').exists()
+
+
+def _forgets_a_tensor(model: Any, specs: Any) -> Any:
+    from xhf_hooks.exporters.weight_conversion import convert_specs
+
+    return [entry for entry in convert_specs(model, specs) if entry.hf_name != NORM]
+
+
+def test_what_cannot_be_tried_is_one_line(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ImportError('transformers needs\naccelerate for this')
+
+    exporter, placements = planned(CounterModel(CounterConfig()))
+    monkeypatch.setattr(CounterModel, 'from_pretrained', refuse)
+    (note,) = exporter.rehearse(placements)
+    assert 'CounterModel: ImportError: transformers needs accelerate' in note and '\n' not in note
+
+
+def leaves_traces(*_: Any, **__: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.rand(3)
+    raise RuntimeError('half done')
+
+
+@pytest.mark.parametrize('loads', [None, leaves_traces])
+def test_training_notices_nothing(loads, monkeypatch):
+    model = build('llama')
+    exporter, placements = planned(model)
+    if loads is not None:
+        monkeypatch.setattr(transformers.LlamaForCausalLM, 'from_pretrained', loads)
+    config, state, dtype = model.config.to_dict(), torch.get_rng_state(), torch.get_default_dtype()
+    exporter.rehearse(placements)
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == dtype
+    assert model.config.to_dict() == config
+    assert {parameter.device.type for parameter in model.parameters()} == {'cpu'}
+
+
+# What describes the weights: ties and quantizers
+
+
+def loaded(folder: Path, kind: Any) -> Any:
+    model, told = kind.from_pretrained(folder, output_loading_info=True)
+    assert not told['missing_keys'] and not told['unexpected_keys']
+    return model
+
+
+def same_logits(one: Any, two: Any) -> bool:
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        return torch.equal(one.float().eval()(input_ids=ids).logits, two.float().eval()(input_ids=ids).logits)
+
+
+def tied() -> Any:
+    model = build('llama')
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def untied() -> Any:
+    model = build('gemma2')
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    return model
+
+
+@pytest.mark.parametrize(('make', 'is_tied'), [(tied, True), (untied, False)])
+def test_ties_against_the_config(make: Callable[[], Any], is_tied, tmp_path):
+    """The config says what the weights are: else the head is random, or the embedding, once loaded."""
+    model = make()
+    before = model.config.tie_word_embeddings
+    save_folder(model, tmp_path)
+    again = loaded(tmp_path, type(model))
+    assert again.config.tie_word_embeddings is is_tied and model.config.tie_word_embeddings is before
+    assert same_logits(model, again)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is is_tied

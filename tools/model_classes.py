@@ -1,0 +1,124 @@
+#!/usr/bin/env python
+"""Plan and rehearse a save of every class in transformers' auto mappings, and list those that fail.
+
+Run it in an environment with the project and a transformers version:
+
+    python tools/model_classes.py                       all, in less than 10 minutes
+    python tools/model_classes.py LlamaForCausalLM ...  these
+
+Models are built on the meta device from their default configs, with few layers and experts where the class accepts
+that; no weights are read, and nothing is downloaded. The list in docs/versions.md is its output.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.hf_assets import quiet
+from xhf_hooks.exporters.huggingface import build_on_meta
+from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.sources import source_for
+
+#: Fields of configs that make models small, if they were larger.
+SMALL = {
+    **dict.fromkeys(('num_hidden_layers', 'num_layers', 'n_layer', 'encoder_layers', 'decoder_layers'), 2),
+    **dict.fromkeys(('num_experts', 'num_local_experts', 'n_routed_experts'), 8),
+}
+LIMIT_SECS = 30
+
+
+def classes() -> dict[str, type]:
+    """Every model class of the auto mappings, by name, that the installed packages can import."""
+    found: dict[str, type] = {}
+    for name in sorted(dir(modeling_auto)):
+        if name.startswith('MODEL_') and name.endswith('MAPPING'):
+            mapping = getattr(modeling_auto, name)
+            for config_class in mapping:
+                try:
+                    kinds = mapping[config_class]
+                except Exception as error:  # a mapping may name what transformers does not have
+                    print(f'{name}[{config_class.__name__}]: {one_line(error)}')
+                    continue
+                for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+                    found[kind.__name__] = kind
+    return found
+
+
+def configs(kind: type) -> Iterator[Any]:
+    """Its default config with few layers and experts, and as it is."""
+    default = kind.config_class()
+    small = {name: value for name, value in SMALL.items() if type(getattr(default, name, None)) is int}
+    with suppress(Exception):  # other fields must fit
+        yield kind.config_class(**small)
+    yield default
+
+
+def tried(kind: type) -> tuple[str, str]:
+    """What became of it, and why."""
+    outcome = 'has no usable default config', 'none'
+    try:
+        for config in configs(kind):
+            outcome = tried_with(kind, config)
+            if outcome[0] == 'loads':
+                break
+    except Exception as error:
+        outcome = 'has no usable default config', one_line(error)
+    return outcome
+
+
+def tried_with(kind: type, config: Any) -> tuple[str, str]:
+    try:
+        model = build_on_meta(kind, config)
+    except Exception as error:
+        return 'has no usable default config', one_line(error)
+    try:
+        specs, exporter = source_for(model).specs(), exporter_for(model, None)
+        plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
+        notes = exporter.rehearse(plan.placements)
+    except Exception as error:
+        return 'fails', one_line(error)
+    return ('cannot be rehearsed', notes[0]) if notes else ('loads', '')
+
+
+def one_line(error: Exception) -> str:
+    return ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+
+
+def out_of_time(*_: object) -> None:
+    raise TimeoutError(f'more than {LIMIT_SECS} s')
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter('ignore')
+    signal.signal(signal.SIGALRM, out_of_time)
+    started, outcomes = time.monotonic(), dict[str, list[str]]()
+    with quiet():
+        wanted = {name: kind for name, kind in classes().items() if not sys.argv[1:] or name in sys.argv[1:]}
+    for name, kind in wanted.items():
+        signal.alarm(LIMIT_SECS)
+        with quiet():
+            outcome, why = tried(kind)
+        signal.alarm(0)
+        outcomes.setdefault(outcome, []).append(name)
+        if outcome != 'loads':
+            print(f'{name}: {outcome}: {why}', flush=True)
+    secs = time.monotonic() - started
+    print(f'transformers {transformers.__version__}, torch {torch.__version__}, {secs:.0f} s:', end=' ')
+    print(', '.join(f'{len(names)} {outcome}' for outcome, names in sorted(outcomes.items())))
+
+
+if __name__ == '__main__':
+    main()

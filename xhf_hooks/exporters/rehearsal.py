@@ -1,0 +1,175 @@
+"""Loads what a save will hold before there is one: transformers and peft load empty tensors on the meta device.
+
+``from_pretrained`` does its own renaming, conversions and tying, so this finds whatever will not come back, of any
+cause. It reads no weights, and takes tenths of a second and some MB for a model of 8 B parameters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.hf_assets import quiet, write_config
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.text import some
+from xhf_hooks.model import names_by_identity
+from xhf_hooks.planning.types import Placement
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: Kinds of problems, and the names of the tensors that have them.
+Problems = dict[str, list[str]]
+
+
+def load_empty(
+    kind: type[PreTrainedModel], config: PretrainedConfig, placements: Sequence[Placement]
+) -> tuple[PreTrainedModel, Problems]:
+    """Load a model as ``from_pretrained`` will do. Runs on: rank 0, in the thread that trains.
+
+    Args:
+        kind: The class that config.json names.
+        config: Is written to config.json, and read from there.
+
+    Returns:
+        The model, on the meta device and with all ties that its config asks for, and what transformers reports.
+
+    Raises:
+        ModelError: The config cannot be read.
+        Exception: Anything, where loading cannot be tried.
+    """
+    model: PreTrainedModel | None = None
+    with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
+        folder = Path(name)
+        write_config(folder, config)
+        try:
+            read = type(config).from_pretrained(folder)
+        except Exception as error:
+            told = ' '.join(f'{type(error).__name__}: {error}'.split())
+            raise ModelError(f'{type(config).__name__} would not load its own config.json: {told[:500]}') from error
+        options = dict(config=read, state_dict=_empty(placements))
+        try:
+            model, problems = load_and_tell(kind, None, device_map={'': 'meta'}, **options)
+        except Exception:
+            # transformers before 4.48 forgets the tensors, and accelerate may be missing. Later ones refuse this way
+            with suppress(Exception), torch.device('meta'):
+                model, problems = load_and_tell(kind, None, **options)
+            if model is None:
+                raise
+            problems['missing'] = _not_held(model, {place.hf_name for place in placements})
+        model.tie_weights()  # transformers 5 ties no tensors on the meta device that are both there
+        return model, problems
+
+
+def _not_held(model: PreTrainedModel, held: set[str]) -> list[str]:
+    """What is missing: on the meta device, transformers 4.46 takes all tensors for one. It renames nothing."""
+    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+    missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
+    return sorted(name for name in missing if not any(re.search(pattern, name) for pattern in ignored))
+
+
+def load_and_tell(kind: Any, source: str | None, **options: Any) -> tuple[Any, Problems]:
+    """Call ``from_pretrained`` of a class; returns the model, and what transformers reports of it."""
+    model, told = kind.from_pretrained(
+        source,
+        torch_dtype='auto',
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported instead
+        **options,
+    )
+    shapes = [  # transformers 4.57 gives only names
+        one if isinstance(one, str) else f'{one[0]} {tuple(one[1])}, expected {tuple(one[2])}'
+        for one in told['mismatched_keys']
+    ]
+    names = {'missing': told['missing_keys'], 'unexpected': told['unexpected_keys'], 'of other shape': shapes}
+    return model, {problem: sorted(map(str, which)) for problem, which in names.items()}
+
+
+def load_empty_adapter(base: PreTrainedModel, config: PeftConfig, placements: Sequence[Placement]) -> Problems:
+    """Load an adapter with peft, onto a base on the meta device, and return what does not fit. Runs on: rank 0.
+
+    Args:
+        config: Is written to adapter_config.json, and read from there.
+    """
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
+        folder = Path(name)
+        config.save_pretrained(folder)
+        read = PeftConfig.from_pretrained(str(folder))
+        read.init_lora_weights = False  # there are no weights to initialise or decompose
+        with torch.device('meta'):
+            model: PeftModel = get_peft_model(base, read)
+        tensors = _empty(placements)
+        wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+        shapes = {name: (tuple(tensors[name].shape), tuple(wanted[name].shape)) for name in tensors.keys() & wanted}
+        problems = {
+            'missing': sorted(wanted.keys() - tensors.keys()),
+            'of other shape': [f'{n} {one}, expected {two}' for n, (one, two) in sorted(shapes.items()) if one != two],
+        }
+        if not problems['of other shape']:  # which peft refuses
+            problems['unexpected'] = sorted(set_peft_model_state_dict(model, tensors).unexpected_keys)
+        return problems
+
+
+def require_none(problems: Problems, what: str) -> None:
+    """Refuse a model whose saves will not load.
+
+    Raises:
+        ModelError: There are problems.
+    """
+    told = '; '.join(f'{len(names)} {problem}: {some(names, 5)}' for problem, names in problems.items() if names)
+    if told:
+        raise ModelError(
+            f'{what} would not load what a save of this model holds: {told}. Nothing has been saved; if the model is '
+            f'as it should be, register an exporter for it (docs/extending.md)'
+        )
+
+
+def not_rehearsed(kind: type, error: Exception) -> str:
+    """A line for the log."""
+    told = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return f'that saves will load could not be tried beforehand: {kind.__name__}: {told[:300]}'
+
+
+@contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Keep transformers from partitioning models that are built or loaded at ZeRO-3."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
+    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
+    active = None if reference is None else reference()
+    if active is None:
+        yield
+        return
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(active)
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Training notices nothing of the block: not by random numbers, nor by a dtype that a failure leaves behind."""
+    dtype = torch.get_default_dtype()
+    with quiet(), without_zero_init(), torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def _empty(placements: Sequence[Placement]) -> dict[str, torch.Tensor]:
+    return {
+        place.hf_name: torch.empty(place.shape, dtype=TORCH_DTYPES[place.dtype], device='meta') for place in placements
+    }
