@@ -100,7 +100,10 @@ class BegunWork:
                 if secs < left_secs:
                     return False
                 if left_secs:  # else it has been said
-                    self._tell_left(listener, f'not finished within exit_wait_secs={self._most_secs:g} s')
+                    left = '; '.join(listener.left())
+                    self._log.warning(
+                        f'{listener.name}: not finished within exit_wait_secs={self._most_secs:g} s: {left}'
+                    )
         return True
 
     def finish(self) -> None:
@@ -111,8 +114,8 @@ class BegunWork:
             self.wait(math.inf, for_all=False)
         except BaseException:  # Ctrl-C
             for listener in self.listeners:
-                if listener.must_finish:
-                    self._tell_left(listener, 'no longer waited for')
+                if listener.must_finish and (left := listener.left()):
+                    self._log.warning(f'{listener.name}: no longer waited for: {"; ".join(left)}')
             raise
 
     def end(self) -> None:
@@ -130,7 +133,3 @@ class BegunWork:
             self.end()
             for listener in self.listeners:
                 listener.close()
-
-    def _tell_left(self, listener: Listener, why: str) -> None:
-        if left := listener.left():
-            self._log.warning(f'{listener.name}: {why}: {"; ".join(left)}')

@@ -408,7 +408,11 @@ class CheckpointManager:
 
     def _begin_after(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         for listener in self._after_each:
-            listener.committed(target, step, collective)
+            try:
+                listener.committed(target, step, collective)
+            except Exception as error:  # the save itself is good; ranks that lost each other learn it from the next one
+                what = f'{listener.what} {target.name}, {step.label}'
+                self._log.error(f'{what} was cancelled: {type(error).__name__}: {error}')
 
     def _tell(self, step: Step, committed: CommittedCheckpoint | None, error: BaseException | None) -> None:
         """Log the outcome of a save. Runs on: the thread that saves."""
