@@ -408,11 +408,7 @@ class CheckpointManager:
 
     def _begin_after(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         for listener in self._after_each:
-            try:
-                listener.committed(target, step, collective)
-            except Exception as error:  # the save itself is good; ranks that lost each other learn it from the next one
-                what = f'{listener.what} {target.name}, {step.label}'
-                self._log.error(f'{what} was cancelled: {type(error).__name__}: {error}')
+            listener.committed(target, step, collective)
 
     def _tell(self, step: Step, committed: CommittedCheckpoint | None, error: BaseException | None) -> None:
         """Log the outcome of a save. Runs on: the thread that saves."""
