@@ -1,10 +1,13 @@
-"""Each function that a save calls fails once, on one rank: all ranks raise the same error, and the next save is good."""
+"""Each function that a save calls fails once, on one rank: all ranks get the same error, and the next save is good.
+
+A function that is called in the same way in several kinds of saves fails in the first of them.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +17,12 @@ import pytest
 from tests.helpers.scenarios import check, run_scenarios
 
 WORLD_SIZE = 2
-import os
-
-WAYS = (
-    os.environ['WAYS'].split()
-    if 'WAYS' in os.environ
-    else [
-        f'{writer}{"_async" * in_background}{"_upload" * uploads}'
-        for writer in ('positional', 'parallel', 'stream', 'gather')
-        for in_background in (False, True)
-        for uploads in (False, True)
-    ]
-)
+WAYS = [
+    f'{writer}{"_async" * in_background}{"_upload" * uploads}'
+    for writer in ('positional', 'parallel', 'stream', 'gather')
+    for in_background in (False, True)
+    for uploads in (False, True)
+]
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
     'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',
@@ -42,10 +39,8 @@ INSIDE = {
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
 }
-
-
-#: In each rank: what makes faults, and the chains of calls whose last one has failed already.
-_FAULTS, _DONE = None, set()
+#: After the commit: the save is good, and a rank alone could not tell all of it.
+NOT_REPORTED = 'is saved, but this was not reported'
 
 
 class Run:
@@ -54,37 +49,34 @@ class Run:
     def __init__(self, parent: Path, way: str) -> None:
         import deepspeed
         import torch
+        import torch.distributed as dist
 
+        from tests.helpers.faults_everywhere import faults_of_this_process
         from tests.helpers.zero_config import zero_config
         from tests.helpers.zoo.llamas import odd_llama
-
-        with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
-            self.model = odd_llama(tied=True)
-        writer, *more = way.split('_')
-        self.parent, self.number = parent, 0
-        self.options = dict(writer=writer, async_save='async' in more, bucket_size=10_000, max_shard_size=30_000)
-        if 'upload' in more:
-            self.options |= dict(upload_to=f'file://{parent}/store', upload_keep=1)
-        self.open()
-
-    def open(self) -> None:
         from xhf_hooks.collective import Collective
         from xhf_hooks.options import HookOptions
         from xhf_hooks.saves.manager import CheckpointManager
         from xhf_hooks.saves.telemetry import RunLog
         from xhf_hooks.saves.unwrap import unwrap
 
-        self.lines: list[str] = []
-        logger = logging.Logger('run')
-        handler = logging.Handler()
+        self.faults, self.rank, self._group = faults_of_this_process(), dist.get_rank(), dist.new_group(backend='gloo')
+        with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
+            self.model = odd_llama(tied=True)
+        writer, *more = way.split('_')
+        options = dict(writer=writer, async_save='async' in more, bucket_size=10_000, max_shard_size=30_000)
+        if 'upload' in more:
+            options |= dict(upload_to=f'file://{parent}/store', upload_keep=1)
+        self.folder, self.number, self.lines = parent / 'hf_model', 0, list[str]()
+        logger, handler = logging.Logger('run'), logging.Handler()
         handler.emit = lambda record: self.lines.append(record.getMessage())
         logger.addHandler(handler)
         self.saves = CheckpointManager(
             unwrap(self.model),
-            self.parent / 'hf_model',
-            HookOptions(on_error='raise', interval=1, **self.options),
+            self.folder,
+            HookOptions(on_error='raise', interval=1, **options),
             RunLog(logger, 'run'),
-            collective=Collective(timeout_secs=20),
+            collective=Collective(timeout_secs=60),
         )
         self.saves.prepare(None, when='always')
 
@@ -103,69 +95,49 @@ class Run:
             return f'{type(error).__name__}: {error}'
         return ''.join(line for line in self.lines if 'is saved, but' in line)
 
-    def saved(self) -> int:
-        return json.loads((self.parent / 'hf_model' / 'xhf_manifest.json').read_text())['iteration']
+    def is_committed(self) -> bool:
+        """Whether the newest save is the last one."""
+        return json.loads((self.folder / 'xhf_manifest.json').read_text())['iteration'] == self.number
 
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
 
-def fail_everywhere(parent: Path, way: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from tests.helpers.faults_everywhere import Faults
-
-    global _FAULTS
-    _FAULTS = faults = _FAULTS or Faults()
-    rank, group = dist.get_rank(), dist.new_group(backend='gloo')
-
-    def gather(value: Any) -> list[Any]:
         values = [None] * WORLD_SIZE
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
-    parent = parent / way
-    if rank == 0:
-        parent.mkdir(parents=True)
-    gather(0)
-    run = Run(parent, way)
-    faults.called.clear()
-    assert not run.save()
-    called = {
-        name: chain
-        for name, chain in faults.called.items()
-        if name not in ENTRANCES and not any(outer.startswith(tuple(INSIDE)) for outer in chain)
-    }
-    names = [name for name, chain in called.items() if chain not in _DONE]
-    _DONE.update(called.values())
-    report: dict[str, Any] = dict(n=0, wrong=[])
-    began = time.time()
-    for failing, name in [(r, n) for r, found in enumerate(gather(names)) for n in found]:
-        print(f'{time.time():.1f} {way} {failing} {name}', file=open(f'/tmp/logs/progress{rank}', 'a'), flush=True)
-        if rank == failing:
-            faults.arm(name)
-        started = time.time()
-        outcome = run.save()
-        took = time.time() - started
-        fired = faults.disarm()
-        outcomes = gather(outcome)
-        told = {outcome for outcome in outcomes}
-        is_fine = len(told) == 1 and all(name in o and ('AgreedError' in o or 'is saved, but' in o) for o in outcomes)
-        is_fine |= told == {''} and run.saved() == run.number
-        gone = any('RankLost' in o or 'Injected' in o for o in outcomes) or len(told) > 1
-        if gone:
-            run.saves.collective.abandon()
-            try:
-                run.saves.close()
-            except Exception as error:
-                print('closing', error)
-            gather(0)
-            run.open()
-        good = run.save()
-        found = gather((good, run.saved() == run.number, fired))
-        report['n'] += 1
-        if not is_fine or any(good or not saved for good, saved, _ in found):
-            report['wrong'].append((failing, name, outcomes, found, round(took, 2)))
-    report['secs'] = time.time() - began
+    def called(self) -> Iterator[tuple[int, str]]:
+        """The functions that a save calls on each rank, but for those that have failed when called by the same."""
+        chains = self.faults.called_by(self.save)
+        names = [
+            name
+            for name, chain in chains.items()
+            if name not in ENTRANCES and not any(outer.startswith(tuple(INSIDE)) for outer in chain)
+        ]
+        for rank, found in enumerate(self.gather(self.faults.new(names))):
+            for name in found:
+                yield rank, name
+
+
+def fail_everywhere(parent: Path, way: str) -> tuple[int, list[str]]:
+    """Returns how many functions have failed, and what was wrong then. Runs on: all ranks."""
+    run = Run(parent / way, way)
+    wrong, n_failed = [], 0
+    for failing, name in run.called():
+        n_failed += 1
+        with run.faults.armed(name if run.rank == failing else None):
+            outcomes = run.gather(run.save())
+        committed = run.gather(run.is_committed())
+        is_same_error = len({*outcomes}) == 1 and 'AgreedError: ' in outcomes[0] and name in outcomes[0]
+        is_good = all(committed) and all(not outcome or NOT_REPORTED in outcome for outcome in outcomes)
+        is_good |= all(committed) and len({*outcomes}) == 1 and 'is saved, but stage' in outcomes[0]
+        following = run.gather((run.save(), run.is_committed()))
+        if not (is_same_error or is_good) or {*following} != {('', True)}:
+            wrong.append(f'{name} on rank {failing}: {outcomes}; the next save: {following}')
+        if len({outcome.partition(':')[0] for outcome in outcomes}) > 1 and not is_good:
+            break  # ranks are apart
     run.saves.close()
-    return report
+    return n_failed, wrong
 
 
 @pytest.fixture(scope='module')
@@ -175,7 +147,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize('way', WAYS)
-def test_every_function(results, way):
-    report = check(results, way)[0]
-    print(way, report['n'], report['secs'])
-    assert not report['wrong'], '\n'.join(map(str, report['wrong']))
+def test_each_function_may_fail(results, way):
+    n_failed, wrong = check(results, way)[0]
+    assert not wrong, '\n'.join(wrong)
+    assert n_failed > (400 if way == WAYS[0] else 0)
