@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.compare import assert_same_folder_tensors
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo.llamas import llama, odd_llama
 
@@ -121,6 +121,25 @@ def test_a_rank_that_died_between_two_saves_or_before_the_first_is_missed(tmp_pa
         lose_between_saves, 2, dead_rank, first, tmp_path / 'hf_model', expected_deaths={dead_rank}, init='torch'
     )
     assert_missed(found, dead_rank, 'lost contact with the other ranks')
+
+
+def save_late(out_dir: Path) -> str:
+    """Rank 0 evaluates for longer than connecting may take, before the first save. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from xhf_hooks import save_hf
+    from xhf_hooks.collective import Collective
+
+    if dist.get_rank() == 0:
+        time.sleep(6)
+    impatient = partial(Collective.__init__, connect_timeout_secs=3.0)
+    with mock.patch.object(Collective, '__init__', lambda self: impatient(self)):
+        return what_came(lambda: save_hf(llama(), out_dir))[0]
+
+
+def test_a_rank_that_comes_late_to_the_first_save_is_waited_for(tmp_path):
+    assert run_ranks(save_late, 2, tmp_path / 'hf_model', init='torch') == ['no error'] * 2
+    assert folder_tensors(tmp_path / 'hf_model')
 
 
 def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
