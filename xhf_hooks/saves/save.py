@@ -131,9 +131,10 @@ class Saver:
                 llava_format=self.options.llava_format,
                 reward_token_id=self._unwrapped.reward_token_id,
             )
-            self._specs = self.source.specs()
-            entries = self.exporter.entries(self._specs, self.options.dtype)
-            specs = self._with_masters(self._specs, entries)
+            self._specs = None  # planned only when this has succeeded
+            of_model = self.source.specs()
+            entries = self.exporter.entries(of_model, self.options.dtype)
+            specs = self._with_masters(of_model, entries)
         with self._collective.stage('plan'):  # ranks may exchange what they have
             spread = self.source.spread({spec.name for spec in specs if spec.from_master}, self._collective)
         with self._collective.stage('plan'):
@@ -147,6 +148,7 @@ class Saver:
             for note in notes if self.log is not None else ():
                 self.log.info(note)
             self._warn_of_left_out()
+        self._specs = of_model
         return self.plan
 
     @property
