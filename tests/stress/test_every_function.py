@@ -153,4 +153,4 @@ def results(tmp_path_factory):
 def test_each_function_may_fail(results, way):
     n_failed, wrong = check(results, way)[0]
     assert not wrong, '\n'.join(wrong)
-    assert n_failed > 400 or way != WAYS[0], 'the faults are not where the save is'
+    assert n_failed > 250 or way != WAYS[0], 'the faults are not where the save is'

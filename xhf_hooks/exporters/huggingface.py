@@ -174,7 +174,7 @@ class HuggingFaceExporter(Exporter):
             hf_assets.text_config(config).vocab_size = self._vocab_size
         if self._is_tied is not None:
             for part in (config, hf_assets.text_config(config)):
-                if getattr(part, 'tie_word_embeddings', not self._is_tied) != self._is_tied:
+                if getattr(part, 'tie_word_embeddings', self._is_tied) != self._is_tied:
                     part.tie_word_embeddings = self._is_tied
         return config
 
@@ -185,7 +185,8 @@ class HuggingFaceExporter(Exporter):
         if not all(names):
             return None
         is_tied = len({own[name].name for name in (*names[0], *names[1])}) == 1
-        return None if is_tied == (embeddings[0] is embeddings[1]) else is_tied
+        is_right = is_tied == (embeddings[0] is embeddings[1]) and (is_tied or not self._is_merged)
+        return None if is_right else is_tied
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         return hf_assets.exported_config(self._model, dtype, self.base_dir)
@@ -226,6 +227,11 @@ class HuggingFaceExporter(Exporter):
                 f'{type(reference).__name__}, which from_pretrained will build, and the trained model at '
                 f'{self._path or "its root"!r} differ: {told}.{hint}'
             )
+
+    @property
+    def _is_merged(self) -> bool:
+        """Whether adapters are merged: peft then writes down that embeddings are not tied, even if no class asks."""
+        return False
 
     @property
     def _ignored(self) -> set[str]:

@@ -255,6 +255,10 @@ class MergedExporter(HuggingFaceExporter):
     def _adapter_at(self, path: str) -> str:
         return next(name for above, name in self._adapters.items() if not above or path.startswith(f'{above}.'))
 
+    @property
+    def _is_merged(self) -> bool:
+        return bool(self._adapters)
+
     def _note_merge(self, path: str, layer: LoraLayer, own: dict[str, TensorSpec]) -> str:
         """Record the merge of an adapted layer; returns the relative name of the merged weight."""
         from peft.tuners.lora import layer as kinds
