@@ -69,11 +69,14 @@ def direct(root: Path) -> dict[str, int]:
     found = {}
     with mock.patch.object(DirectWrites, 'write', count):
         for writer in WRITERS:
+            waited = make_saver(model, Collective(), writer=writer)
+            waited.prepare()
+            done[:] = [0]
+            waited.save(CheckpointFolder(root / f'{writer}_waited', 1), Step('iter', 1, 1))
+            waited.close()
+            assert done == [0]
             saver = make_saver(model, Collective(), writer=writer, in_background=True)
             saver.prepare()
-            done[:] = [0]
-            saver.save(CheckpointFolder(root / f'{writer}_waited', 1), Step('iter', 1, 1))
-            assert done == [0]
             saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1))
             saver.outcome()
             saver.close()
@@ -196,4 +199,4 @@ def test_a_save_whose_process_group_is_destroyed_tells_its_end(tmp_path):
     assert was_saved != failed, output[-5000:]
     (folder,) = (tmp_path / 'run').glob('*/hf_model')
     assert saves(folder.parent) == {'hf_model': ending_run.ENDS_AT - 1 if was_saved else 1}, output[-5000:]
-    assert failed or f'the upload of hf_model, {step} was cancelled: ' in output, output[-5000:]
+    assert failed or f'{step} is saved, but its upload and on_saved were not begun: ' in output, output[-5000:]

@@ -44,6 +44,8 @@ INSIDE = {
 }
 #: After the commit: the save is good, and a rank alone could not tell all of it.
 NOT_REPORTED = 'is saved, but this was not reported'
+#: After the commit, on all ranks.
+NOT_BEGUN = 'is saved, but its upload and on_saved were not begun: '
 
 
 class Run:
@@ -133,7 +135,7 @@ def fail_everywhere(parent: Path, way: str) -> tuple[int, list[str]]:
         committed = run.gather(run.is_committed())
         is_same_error = len({*outcomes}) == 1 and 'AgreedError: ' in outcomes[0] and name in outcomes[0]
         is_good = all(committed) and all(not outcome or NOT_REPORTED in outcome for outcome in outcomes)
-        is_good |= all(committed) and len({*outcomes}) == 1 and 'is saved, but stage' in outcomes[0]
+        is_good |= all(committed) and len({*outcomes}) == 1 and NOT_BEGUN in outcomes[0]
         following = run.gather((run.save(), run.is_committed()))
         if not (is_same_error or is_good) or {*following} != {('', True)}:
             wrong.append(f'{name} on rank {failing}: {outcomes}; the next save: {following}')

@@ -373,7 +373,8 @@ class Save:
                 committed = replace(committed, cost=self._cost())
                 self._saver.after_commit(self._target, self._step, self._collective)
         except SharedError as error:
-            return replace(committed, warnings=(*committed.warnings, f'{self._step.label} is saved, but {error}'))
+            told = f'{self._step.label} is saved, but its upload and on_saved were not begun: {error}'
+            return replace(committed, warnings=(*committed.warnings, told))
         return committed
 
     def _stage(self) -> tuple[str, dict[str, FileIdentity]]:

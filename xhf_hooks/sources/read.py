@@ -132,10 +132,10 @@ def gathered(
         requests = [_Request.of(bucket, collective.rank) for bucket in plan.buckets]
     with source.opened():
         for number, request in enumerate(requests):
-            if number % BUCKETS_PER_AGREEMENT == BUCKETS_PER_AGREEMENT - 1:
-                collective.agree('gather')
-            else:
+            if number % BUCKETS_PER_AGREEMENT or number == 0:  # before the first, ranks have just agreed
                 collective.wait('gather')
+            else:
+                collective.agree('gather')
             tensors: dict[str, torch.Tensor] = {}
             wanted = () if collective.is_failing else request.wanted
             for is_master, names in request.names.items():
