@@ -159,12 +159,14 @@ def put(pattern: str, begin: int, folder: Path, earlier: Path) -> None:
         shutil.copy(file, folder)
 
 
-#: What is done to a folder, with the same run's files of an earlier step at hand; and why it is refused, if it is.
+#: The weights show it where the model files have them, too.
+OTHER_STEPS = r'has made \d steps, \S+ \d, and \S+ differs: not of one save'
+#: What is done to a folder, with the same run's files of an earlier step at hand; and why it is refused.
 MIXES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     'files of two ranks swapped': (swap, r'was saved as \S+ and renamed'),
     'one file of an earlier step': (partial(put, '*optim_states.pt', 2), 'not of one save'),
-    'optimizer of an earlier step': (partial(put, '*optim_states.pt', 0), ''),
-    'model of an earlier step': (partial(put, '*model_states.pt', 0), ''),
+    'optimizer of an earlier step': (partial(put, '*optim_states.pt', 0), OTHER_STEPS),
+    'model of an earlier step': (partial(put, '*model_states.pt', 0), OTHER_STEPS),
 }
 
 
@@ -174,13 +176,13 @@ def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, case, mix, tm
     folder, earlier = (shutil.copytree(saved / name / TAG, tmp_path / name) for name in ('checkpoint', 'earlier'))
     do, why = MIXES[mix]
     do(folder, earlier)
-    if why:
+    if why == OTHER_STEPS and case == 'frozen-zero3':  # its model files have no weights
+        (warning,) = open_checkpoint(folder).warnings
+        assert warning.startswith('not verifiable: that model and optimizer files are of one step')
+    else:
         with pytest.raises(CheckpointError, match=why) as caught:
             open_checkpoint(folder)
         assert str(folder) in str(caught.value) and '\n' not in str(caught.value)
-    else:
-        first, *_, last = open_checkpoint(folder).unproven
-        assert 'that all files are of one run' in first and 'the iteration of the fp32 weights' in last
 
 
 @pytest.mark.parametrize('name', RUNS)
@@ -191,7 +193,7 @@ def test_runs_that_began_with_a_checkpoint(launch, name):
     source = open_checkpoint(root / 'go_on' / name)
     assert read_all(source)
     # As if the optimizer's files were of an earlier step
-    assert ('has made' in source.unproven[-1]) == RUNS[name]
+    assert [('has made' in told) for told in source.warnings] == [True] * RUNS[name]
 
 
 @pytest.fixture(scope='module')

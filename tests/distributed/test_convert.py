@@ -15,10 +15,21 @@ from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.config_fields import assert_same_config, config_fields
 from tests.helpers.converted import assert_same_files, config_of, convert
 from tests.helpers.frontends import trainer_run
-from tests.helpers.old_runs import MIXED_WAYS, MMENGINE_RUNS, accelerate_run, mixed_base, mmengine_run, plain_deepspeed
+from tests.helpers.old_runs import (
+    MIXED_WAYS,
+    MMENGINE_RUNS,
+    accelerate_run,
+    below_a_wrapper,
+    mixed_base,
+    mmengine_run,
+    plain_deepspeed,
+    trained_alone,
+    trainer_with_tokens,
+)
 from tests.helpers.scenarios import check, run_scenarios
 from tests.helpers.zero_config import zero_config
 from tests.helpers.zoo import available
+from xhf_hooks.cli.convert import main
 
 MODES = ('adapter', 'both')
 EXPERT_LORA: dict[str, Any] = (
@@ -40,6 +51,20 @@ MIXED: dict[str, tuple[str, int, str]] = {
     **({'deepseek_v3_zero3': ('deepseek_v3', 3, 'bfloat16')} if available('deepseek_v3') else {}),
 }
 TRAINER_STAGES = (2, 3)
+#: Families with other names or forms in files than in memory.
+ALONE = [family for family in ('llava', 'mixtral') if available(family)]
+#: Runs of Trainer with tokens and a chat template of their own; name to (family, stage, LoRA options).
+WITH_TOKENS: dict[str, tuple[str, int, dict[str, Any] | None]] = {
+    'tokens_full_zero3': ('llama', 3, None),
+    'tokens_parts_zero2': ('llava', 2, None),
+    'tokens_lora_zero2': ('llama', 2, {}),
+    'tokens_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['embed_tokens', 'lm_head']}),
+}
+#: At ZeRO-3, Trainer saves resized embeddings that are frozen nowhere.
+LOST_TOKENS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    'tokens_lora_zero3': ('qwen2', 3, {}),
+    'tokens_trained_zero3': ('llama', 3, {'modules_to_save': ['embed_tokens', 'lm_head']}),
+}
 
 
 def trained_by_trainer(stage: int, folder: Path) -> None:
@@ -58,6 +83,11 @@ def finished(tmp_path_factory):
     scenarios |= {name: partial(plain_deepspeed, *options, root / name) for name, options in PLAIN.items()}
     scenarios |= {name: partial(mixed_base, *mixed, root / name) for name, mixed in MIXED.items()}
     scenarios |= {f'trainer{n}': partial(trained_by_trainer, n, root / f'trainer{n}') for n in TRAINER_STAGES}
+    scenarios |= {f'{family}_alone': partial(trained_alone, family, root / f'{family}_alone') for family in ALONE}
+    scenarios['below_a_wrapper'] = partial(below_a_wrapper, root / 'below_a_wrapper')
+    scenarios |= {
+        name: partial(trainer_with_tokens, *how, root / name) for name, how in (WITH_TOKENS | LOST_TOKENS).items()
+    }
     scenarios['accelerate'] = partial(accelerate_run, root / 'accelerate')
     return root, run_scenarios(scenarios, 2)
 
@@ -119,6 +149,25 @@ def test_lora(finished, name, mode, tmp_path, monkeypatch):
     assert_same_files(found, folder / f'hook_{mode}')
 
 
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('family', ALONE)
+def test_frozen_weights_are_read_from_the_base_under_its_names(finished, family, mode, tmp_path):
+    check(finished[1], f'{family}_alone')
+    folder = finished[0] / f'{family}_alone'
+    found = convert(
+        folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'hook_adapter', '--lora', mode, '--verify'
+    )
+    assert_same_folder_tensors(found, folder / f'hook_{mode}')
+
+
+def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, capsys):
+    check(finished[1], 'below_a_wrapper')
+    folder = finished[0] / 'below_a_wrapper'
+    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base')
+    assert_same_files(found, folder / 'hook')
+    assert 'not in the model: _forward_module.temperature.weight' in capsys.readouterr().err
+
+
 @pytest.mark.modern_only
 @pytest.mark.parametrize('name', EXPERT_LORA)
 def test_trained_experts_are_merged_as_by_peft(finished, name, tmp_path):
@@ -171,7 +220,43 @@ def test_trainer(finished, stage, tmp_path):
     assert found.keys() == expected.keys()
     assert all(t.dtype == torch.bfloat16 and torch.equal(t, expected[name]) for name, t in found.items())
     own_path = {k: v for k, v in config_fields(folder).items() if k == '_name_or_path'}  # transformers 4 writes it
-    assert_same_config(folder, checkpoint, **own_path)
+    assert_same_config(folder, checkpoint, **own_path, use_cache=True)  # Trainer may have set it to false
+
+
+@pytest.mark.parametrize('name', WITH_TOKENS)
+def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished, name, tmp_path):
+    check(finished[1], name)
+    folder, is_lora = finished[0] / name, WITH_TOKENS[name][2] is not None
+    checkpoint = folder / 'run' / 'checkpoint-2'
+    options = ('--lora', 'both') if is_lora else ('--base', folder / 'base')
+    assert_same_files(convert(checkpoint, tmp_path / 'out', *options), folder / 'run' / 'hf_model')
+    if is_lora:
+        found = convert(checkpoint, tmp_path / 'adapter', '--lora', 'adapter')
+        assert_same_folder_tensors(found, folder / 'run' / 'hf_model' / 'adapter')
+        for file in folder.glob('run/hf_model/*token*'):
+            assert (found / file.name).read_bytes() == file.read_bytes()
+    else:  # the base is not named
+        without = convert(checkpoint, tmp_path / 'without')
+        assert_same_folder_tensors(without, folder / 'run' / 'hf_model')
+        assert config_of(without) == config_of(folder / 'run' / 'hf_model')
+
+
+def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finished, tmp_path, capsys):
+    check(finished[1], 'tokens_lora_zero3')
+    checkpoint = finished[0] / 'tokens_lora_zero3' / 'run' / 'checkpoint-2'
+    for mode in ('adapter', 'merge'):
+        assert main([str(checkpoint), str(tmp_path / 'out'), '--lora', mode]) == 2
+        assert 'has 133 tokens, but the model has embeddings for 131' in capsys.readouterr().err
+        assert not (tmp_path / 'out').exists()
+
+
+def test_resized_embeddings_that_are_trained_copies(finished, tmp_path):
+    """What they replace is lost, and not needed."""
+    check(finished[1], 'tokens_trained_zero3')
+    run = finished[0] / 'tokens_trained_zero3' / 'run'
+    found = convert(run / 'checkpoint-2', tmp_path / 'out', '--lora', 'merge')
+    assert_same_folder_tensors(found, run / 'hf_model')
+    assert config_of(found) == config_of(run / 'hf_model')
 
 
 def test_accelerate(finished, tmp_path):

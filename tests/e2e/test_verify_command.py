@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
+from tests.helpers.families import MODELS
 from tests.helpers.model_folder import edit_json, flip, save_with_manifest
+from tests.helpers.zoo import build
+from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
 
 WEIGHTS = 'model.safetensors'
@@ -91,7 +102,7 @@ def test_load_tells_what_the_model_misses(copy, capsys):
     capsys.readouterr()
     assert run(copy, '--load') == DIFFERENT
     said = capsys.readouterr().out
-    for words in ('missing keys: model.norm.weight', 'unexpected keys: model.norm2.weight', 'mismatched keys: lm_'):
+    for words in ('missing: model.norm.weight', 'unexpected: model.norm2.weight', 'of other shape: lm_head.weight'):
         assert f'LlamaForCausalLM: 1 {words}' in said
 
 
@@ -113,7 +124,53 @@ def test_load_an_adapter(model, tmp_path, capsys):
     tensors.pop(next(iter(tensors)))
     save_file(tensors, adapter / 'adapter_model.safetensors')
     assert run(adapter, '--load', '--base', model) == DIFFERENT
-    assert '1 missing keys: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' in capsys.readouterr().out
+    assert '1 missing: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('family', ['vit', 'clip', 'whisper', 'donut', 'llava', 'colpali', 'bert', 't5'])
+def test_load_whatever_the_model_takes(family, tmp_path, capsys):
+    build(family, models=MODELS).save_pretrained(tmp_path)
+    assert run(tmp_path, '--load') == SAME
+    said = capsys.readouterr().out
+    assert f'ok         load        {MODELS[family][0]} in' in said and 'not run' not in said
+
+
+#: LoraConfig options, and what else is changed before training, of adapters that need another base than its files are.
+ADAPTERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    'of a classifier': (
+        dict(task_type='SEQ_CLS'),
+        lambda base: AutoModelForSequenceClassification.from_pretrained(base, num_labels=5),
+    ),
+    'of a classifier of tokens': (
+        dict(task_type='TOKEN_CLS'),
+        lambda base: AutoModelForTokenClassification.from_pretrained(base, num_labels=5),
+    ),
+    'without a task': (dict(), AutoModelForSequenceClassification.from_pretrained),
+    'with more tokens': (dict(task_type='CAUSAL_LM'), lambda base: resized(base)),
+    'with more tokens, trained': (
+        dict(task_type='CAUSAL_LM', modules_to_save=['embed_tokens', 'lm_head']),
+        lambda base: resized(base),
+    ),
+}
+
+
+def resized(base: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    return model
+
+
+@pytest.mark.parametrize('kind', ADAPTERS)
+def test_load_an_adapter_onto_what_it_was_trained_with(model, kind, tmp_path, capsys):
+    """By its task, and with as many labels and tokens as it has."""
+    options, base = ADAPTERS[kind]
+    adapter = get_peft_model(base(model), LoraConfig(r=2, target_modules=['q_proj'], **options))
+    save_hf(adapter, tmp_path / 'hook')
+    adapter.save_pretrained(tmp_path / 'peft')
+    for folder in ('hook', 'peft'):
+        if folder == 'peft' and kind == 'without a task':
+            continue  # its class is only in the hook's folder
+        assert run(tmp_path / folder, '--load') == SAME, capsys.readouterr().out
 
 
 def test_code_in_a_folder_is_not_run(copy, capsys):

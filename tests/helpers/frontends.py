@@ -63,7 +63,12 @@ def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
 
 
 def make_trainer(
-    root: Path, options: dict[str, Any] | None, *callbacks: Any, model: Any = None, **arguments: Any
+    root: Path,
+    options: dict[str, Any] | None,
+    *callbacks: Any,
+    model: Any = None,
+    tokenizer: Any = None,
+    **arguments: Any,
 ) -> Any:
     """A Trainer that trains four steps in fp32 on a CPU and saves nothing itself, unless ``arguments`` say otherwise.
 
@@ -82,7 +87,8 @@ def make_trainer(
         model=model,
         args=TrainingArguments(output_dir=str(root), **machine, **arguments),
         train_dataset=Sequences(),
-        optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-2), None),
+        processing_class=tokenizer,
+        optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), None),
         callbacks=[*([] if options is None else [HFCheckpointCallback(**options)]), *callbacks],
     )
 

@@ -37,7 +37,9 @@ def mmengine_run(name: str, work_dir: Path) -> str:
     return train(run_config(work_dir, **options)).log_dir
 
 
-def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
+def plain_deepspeed(
+    family: str, stage: int, lora: dict[str, Any] | None, folder: Path, *, exclude_frozen_parameters: bool = False
+) -> None:
     """Train an engine without MMEngine for a step: ``folder/checkpoint``, and the hook's exports beside it.
 
     The base model is in ``folder/base``. LoRA runs are exported both as adapter and merged.
@@ -56,12 +58,12 @@ def plain_deepspeed(family: str, stage: int, lora: dict[str, Any] | None, folder
     model.config._name_or_path = str(folder / 'base')
     model.name_or_path = str(folder / 'base')
     trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
-    engine = _trained_engine(trained, stage, folder)
+    engine = _trained_engine(trained, stage, folder, exclude_frozen_parameters=exclude_frozen_parameters)
     for mode in [None] if lora is None else ['adapter', 'both']:
         save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
 
 
-def _trained_engine(model: Any, stage: int, folder: Path) -> Any:
+def _trained_engine(model: Any, stage: int, folder: Path, **options: Any) -> Any:
     """With its checkpoint after two steps."""
     import torch
 
@@ -72,8 +74,34 @@ def _trained_engine(model: Any, stage: int, folder: Path) -> Any:
     for _ in range(2):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2')
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2', **options)
     return engine
+
+
+def below_a_wrapper(folder: Path) -> None:
+    """A checkpoint as Lightning has it: a model and a small module, below a wrapper; and the hook's export."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.helpers.engines import save_folder, zero_engine
+    from tests.helpers.zoo import build
+
+    model = build('llama').bfloat16()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / 'base')
+    dist.barrier()
+    model.config._name_or_path = model.name_or_path = str(folder / 'base')
+    wrapper, task = torch.nn.Module(), torch.nn.Module()
+    task.model, task.temperature = model, torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+    wrapper._forward_module = task
+    engine = zero_engine(wrapper, 2)
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='checkpoint')
+    save_folder(engine.module, folder / 'hook')
+
+
+def trained_alone(family: str, folder: Path) -> None:
+    """As :func:`plain_deepspeed` at ZeRO-2 with LoRA, but the checkpoint has no frozen weights."""
+    plain_deepspeed(family, 2, {}, folder, exclude_frozen_parameters=True)
 
 
 def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
@@ -94,6 +122,39 @@ def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
     engine = _trained_engine(model, stage, folder)
     for way, how in MIXED_WAYS.items():
         save_folder(engine.module, folder / way, dtype=dtype, **how)
+
+
+def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
+    """A Trainer run with tokens and a chat template of its own, and the callback: ``folder/run``, from ``folder/base``.
+
+    Runs on: all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoTokenizer
+
+    from tests.helpers.adapted import adapt
+    from tests.helpers.families import MODELS
+    from tests.helpers.frontends import trainer_run
+    from tests.helpers.model_folder import save_tokenizer
+    from tests.helpers.zoo import build
+
+    built, base = build(family, models=MODELS), folder / 'base'
+    if dist.get_rank() == 0:
+        built.generation_config.update(do_sample=True, temperature=0.6)
+        built.save_pretrained(base)
+        save_tokenizer(base, 131)
+    dist.barrier()
+    model = type(built).from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(['<call>', '<reply>'])
+    tokenizer.chat_template = "{% for m in messages %}<call>{{ m['content'] }}<reply>{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    options = {} if lora is None else {'lora': 'both'}
+    trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
+    arguments = dict(max_steps=2, save_strategy='steps', save_steps=2, model=trained, tokenizer=tokenizer)
+    gather = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
+    trainer_run(options, arguments, zero_config(stage, **gather), folder / 'run')
 
 
 def accelerate_run(folder: Path) -> None:

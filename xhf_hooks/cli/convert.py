@@ -112,7 +112,9 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
 
 
 def _run(args: argparse.Namespace, prog: str) -> int:
-    _require_new(args.out, args.overwrite)
+    exists = not args.overwrite and _exists(args.out)
+    if exists and not args.dry_run:
+        raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
     from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
@@ -122,7 +124,9 @@ def _run(args: argparse.Namespace, prog: str) -> int:
         say(line)
     _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
     if args.dry_run:
-        say(f'would write to {args.out}')
+        say(
+            f'would write to {args.out}' + (', which exists: name another folder, or add --overwrite' if exists else '')
+        )
         return DONE
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)
@@ -143,6 +147,6 @@ def _warn(warnings: Sequence[str], prog: str) -> None:
         complain(f'{prog}: note: {warning}')
 
 
-def _require_new(out: Path, overwrite: bool) -> None:
-    if not overwrite and (out.is_symlink() or out.exists()) and not (out.is_dir() and not any(out.iterdir())):
-        raise TargetError(f'{out} exists; name another folder, or add --overwrite')
+def _exists(out: Path) -> bool:
+    """Whether there is anything but an empty folder."""
+    return (out.is_symlink() or out.exists()) and not (out.is_dir() and not any(out.iterdir()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,20 @@ from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.hf_assets import base_dirs_of
+from xhf_hooks.exporters.lora import adapters_in
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
+from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
+from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
+from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.calls import naming
 from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.writers.tally import warn_of_non_finite
@@ -80,17 +85,30 @@ class Conversion:
         self._checkpoint = CheckpointSource(self._found, ema=options.ema)
         self.averages = self._checkpoint.averages
         self._specs = self._checkpoint.specs()
+        beside = adapter_beside(self._found.path)
+        held = {name for spec in self._specs for name in (spec.name, *spec.aliases)}
         self._config = find_run_config(options.config, self._checkpoint.config_text, self._found.path)
         self._meta_model = build_meta_model(
             self._config,
             self._found.path,
-            [name for spec in self._specs for name in (spec.name, *spec.aliases)],
+            {
+                **{name: tensor.shape for name, tensor in beside.items()},
+                **{name: spec.shape for spec in self._specs for name in (spec.name, *spec.aliases)},
+            },
             base=options.base,
             trust_remote_code=options.trust_remote_code,
         )
-        self.tensors, notes = match_checkpoint(
-            self._meta_model, self._checkpoint.tensors.values(), self._checkpoint.trained_dtype
-        )
+        frozen = frozen_only(self._meta_model.module, beside, held)
+        tensors = [*self._checkpoint.tensors.values(), *frozen]
+        dtype, self._knows_dtype = self._dtype_of_frozen(tensors)
+        self.tensors, notes = match_checkpoint(self._meta_model, tensors, dtype)
+        held.update(tensor.name for tensor in frozen)
+        self._of_base = {
+            name: tensor.name
+            for tensor in self.tensors.values()
+            if held.isdisjoint(names := (tensor.name, *tensor.aliases))
+            for name in names
+        }
         self._forget_quantizers()
         self._exporter = exporter_for(
             self._meta_model.module,
@@ -103,10 +121,53 @@ class Conversion:
         self.plan = self._make_plan()
         self._widened = sum(spec.master_lost for spec in self.plan.reads) if options.dtype == 'F32' else 0
         self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        self.warnings += self._judge_frozen()
         self.warnings += self._exporter.rehearse(self.plan.placements)
         if self._exporter.left_out:
             left_out = self._exporter.left_out
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
+
+    def _dtype_of_frozen(self, tensors: Sequence[StoredTensor]) -> tuple[str | None, bool]:
+        """The dtype that training gave to weights of the base, and whether it is known."""
+        if self._checkpoint.trained_dtype is not None:
+            return self._checkpoint.trained_dtype, True
+        stored = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+        module = self._meta_model.module
+        frozen = [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in stored]
+        found = dtype_of_frozen(self._config, stored, frozen) if adapters_in(module) else None
+        return found, found is not None
+
+    def _judge_frozen(self) -> list[str]:
+        """Notes on weights of the base that training had otherwise.
+
+        Raises:
+            OptionError: They are to be merged, and are not those of training.
+        """
+        adapters = adapters_in(self._meta_model.module)
+        bases = ' and '.join(base.folder for base in self._meta_model.bases)
+        read = self._of_base.keys() & {name for spec in self.plan.reads for name in (spec.name, *spec.aliases)}
+        edited = {name: init for name, init in edited_by_adapters(self._meta_model.module) if name in self._of_base}
+        init = next(iter(edited.values()), None)
+        if read & edited.keys():
+            raise OptionError(
+                'lora',
+                f"'adapter', because init_lora_weights={init!r} changed the base's weights before training, and the "
+                f'checkpoint does not have them: with peft, load the adapter onto {bases} and merge it',
+                self._options.lora,
+            )
+        notes = []
+        if edited:
+            notes.append(
+                f'init_lora_weights={init!r} changed the weights of {bases} before training, and does so again when '
+                f'peft loads the adapter: it needs this base, unchanged'
+            )
+        if adapters and read and not self._knows_dtype and self._options.dtype is None:
+            dtypes = sorted({self.tensors[self._of_base[name]].dtype for name in read})
+            notes.append(
+                f'nothing tells in which dtype training had the frozen weights: they are merged as they are in {bases} '
+                f'({", ".join(dtypes)}); --dtype gives another'
+            )
+        return notes
 
     def _forget_quantizers(self) -> None:
         """A base's config may name a quantizer that training did without: then the checkpoint has all its weights."""
@@ -144,8 +205,7 @@ class Conversion:
     @property
     def read_nbytes(self) -> int:
         """Bytes that :meth:`run` reads from the checkpoint."""
-        read = (self.tensors[spec.name].pieces(self.use_fp32_master) for spec in self.plan.reads)
-        return sum(piece.nbytes for pieces in read for piece in pieces)
+        return sum(self.tensors[spec.name].read_nbytes(self.use_fp32_master) for spec in self.plan.reads)
 
     @property
     def step(self) -> Step:
@@ -186,7 +246,11 @@ class Conversion:
             XhfError, OSError: It failed; ``out`` is unchanged.
         """
         tokenizer, eos_token_ids, notes = tokenizer_of_run(
-            self._config, self._exporter, self._options.base, trust_remote_code=self._options.trust_remote_code
+            self._config,
+            self._exporter,
+            self._found.path,
+            self._options.base,
+            trust_remote_code=self._options.trust_remote_code,
         )
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
         target.claim([*base_dirs_of(self._meta_model.module), *filter(None, [self._options.base])])

@@ -87,6 +87,15 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     return config
 
 
+def forget_use_cache(config: PretrainedConfig, base_dir: str) -> None:
+    """Set ``use_cache`` as in the base, in a config that Trainer saved with its own value.
+
+    Trainer's own folder says nothing of the base; then it is the class's default.
+    """
+    of_base = {} if (Path(base_dir) / 'trainer_state.json').is_file() else _base_json(base_dir, 'config.json')
+    _restore_use_cache(config, of_base)
+
+
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The part that describes the text model; the whole if there is none, or if there are several, as in MusicGen."""
     try:

@@ -152,7 +152,7 @@ class AdapterExporter(Exporter):
         found = {without_wrappers(name): spec for name, spec in found.items()}
         read = {spec.name for spec in found.values()}
         tensors, embeddings = module_tensors(self._peft_model), set(map(id, token_embeddings(self._model)))
-        rows = (own[name].shape[0] for name, tensor in tensors if id(tensor) in embeddings)
+        rows = (own[name].shape[0] for name, tensor in tensors if id(tensor) in embeddings and name in own)
         self._embedding_rows = max(rows, default=None)
         trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read

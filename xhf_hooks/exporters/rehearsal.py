@@ -101,7 +101,7 @@ def load_empty_adapter(base: PreTrainedModel, config: PeftConfig, placements: Se
     Args:
         config: Is written to adapter_config.json, and read from there.
     """
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import PeftConfig, get_peft_model
 
     with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
         folder = Path(name)
@@ -110,16 +110,25 @@ def load_empty_adapter(base: PreTrainedModel, config: PeftConfig, placements: Se
         read.init_lora_weights = False  # there are no weights to initialise or decompose
         with torch.device('meta'):
             model: PeftModel = get_peft_model(base, read)
-        tensors = _empty(placements)
-        wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-        shapes = {name: (tuple(tensors[name].shape), tuple(wanted[name].shape)) for name in tensors.keys() & wanted}
-        problems = {
-            'missing': sorted(wanted.keys() - tensors.keys()),
-            'of other shape': [f'{n} {one}, expected {two}' for n, (one, two) in sorted(shapes.items()) if one != two],
-        }
-        if not problems['of other shape']:  # which peft refuses
-            problems['unexpected'] = sorted(set_peft_model_state_dict(model, tensors).unexpected_keys)
-        return problems
+        return load_adapter_and_tell(model, _empty(placements))
+
+
+def load_adapter_and_tell(model: PeftModel, tensors: dict[str, torch.Tensor]) -> Problems:
+    """Load an adapter's tensors into a model that has such an adapter, and return what does not fit."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes = {name: (tuple(tensors[name].shape), tuple(wanted[name].shape)) for name in tensors.keys() & wanted}
+    problems = {
+        'missing': sorted(wanted.keys() - tensors.keys()),
+        'of other shape': [f'{n} {one}, expected {two}' for n, (one, two) in sorted(shapes.items()) if one != two],
+    }
+    if not problems['of other shape']:  # which peft refuses
+        unexpected = set(set_peft_model_state_dict(model, tensors).unexpected_keys)
+        # With modules_to_save and resized embeddings, peft writes these under more names than it reads
+        written = get_peft_model_state_dict(model, save_embedding_layers=True).keys() if unexpected else ()
+        problems['unexpected'] = sorted(unexpected.difference(written))
+    return problems
 
 
 def require_none(problems: Problems, what: str) -> None:

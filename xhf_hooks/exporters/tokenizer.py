@@ -40,6 +40,14 @@ def base_file(base_dir: str, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
+def base_folder(base: str) -> Path | None:
+    """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
+    if Path(base).is_dir():
+        return Path(base)
+    files = (base_file(base, name) for name in ('config.json', 'adapter_config.json'))
+    return next((file.parent for file in files if file is not None), None)
+
+
 def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
     """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
     if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):

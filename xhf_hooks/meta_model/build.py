@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,35 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
-from xhf_hooks.exporters.hf_assets import quiet
+from xhf_hooks.exporters.hf_assets import forget_use_cache, quiet
+from xhf_hooks.exporters.tokenizer import base_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import transformers_model
+from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
+from xhf_hooks.meta_model.beside import config_of_trainer, take_generation_config
 from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 _ADAPTER = 'adapter_config.json'
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model.
+
+    Attributes:
+        folder: Where it is, as it was given.
+        names: Names in it, by ``id`` of the meta model's tensor.
+        weights: Its weights by these names; none if its files are not on this machine.
+    """
+
+    folder: str
+    names: Mapping[int, list[str]]
+    weights: Mapping[str, StoredTensor]
 
 
 @dataclass
@@ -36,38 +57,61 @@ class MetaModel:
 
     Attributes:
         described_by: The config that it was built from, for messages.
-        bases: Folder of each base model, and the names of its tensors there, by ``id`` of the meta model's tensor.
+        shapes: Of the checkpoint's tensors, by each of their names.
+        bases: The base models.
         notes: Notes for the user.
     """
 
     described_by: str
+    shapes: Mapping[str, tuple[int, ...]]
     trust_remote_code: bool
     module: nn.Module = field(default_factory=nn.Module)
-    bases: list[tuple[str, dict[int, list[str]]]] = field(default_factory=list)
+    bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def built_from(
         self,
         folder: str,
         why: str,
-        auto_class: str | None = None,
+        class_of: Callable[[Any], str | None] = lambda config: None,
         edit: Callable[[Any], None] = lambda config: None,
+        config_in: Path | None = None,
     ) -> nn.Module:
-        """Build the model of ``folder``'s edited config, and record it as a base while its names match the files."""
+        """Build the model of ``folder``'s config, edited to fit the checkpoint, and record it as a base.
+
+        Args:
+            folder: Or its name in the local hub cache.
+            class_of: Returns the name of the class for the config; None: the one that the config names.
+            config_in: A folder whose config.json describes the trained model.
+        """
         trust = self.trust_remote_code
         hf_config = transformers_model.load_config(folder, trust_remote_code=trust, why=why)
         edit(hf_config)
+        of_base = copy.deepcopy(hf_config)
+        if config_in is not None:
+            where = f'{config_in}/config.json'
+            hf_config = transformers_model.load_config(str(config_in), trust_remote_code=trust, why=where)
+            forget_use_cache(hf_config, folder)
+            hf_config._name_or_path = folder
+        auto_class = class_of(hf_config)
         model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
+        if transformers_model.fit_config(hf_config, model, self.shapes):
+            model = transformers_model.build(hf_config, auto_class, trust_remote_code=trust)
         if getattr(hf_config, 'auto_map', None) and not trust:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
-        self.bases.append((folder, {id(tensor): names for tensor, names in names_by_identity(model)}))
+        names, place = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
+        found = BaseWeights() if place is None else weights_of_base(type(model), of_base, place)
+        if found.conversions is not None:  # save_pretrained reverts them
+            model._weight_conversions = found.conversions
+        self.bases.append(Base(folder, names, found.tensors))
+        self.notes += found.notes
         return model
 
 
 def build_meta_model(
     config: RunConfig | None,
     checkpoint: Path,
-    names: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
     *,
     base: str | None,
     trust_remote_code: bool = False,
@@ -77,7 +121,7 @@ def build_meta_model(
     Args:
         config: The run's config.
         checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
-        names: Names of the checkpoint's tensors.
+        shapes: Of the checkpoint's tensors, by each of their names.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
 
     Raises:
@@ -87,21 +131,25 @@ def build_meta_model(
     folder = _hugging_face_folder(checkpoint)
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
-            return _of_xtuner(config.model, config.where, names, base, trust_remote_code)
+            return _of_xtuner(config.model, config.where, shapes, base, trust_remote_code)
         if base is None and folder is None:
             found = 'no config was found' if config is None else f'{config.where} has no supported model'
             raise ConfigError(
                 f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
             )
-        return _of_transformers(checkpoint, folder, names, base, trust_remote_code)
+        return _of_transformers(checkpoint, folder, shapes, base, trust_remote_code)
 
 
 def _of_xtuner(
-    model: Mapping[str, Any], where: str, names: Collection[str], base: str | None, trust_remote_code: bool
+    model: Mapping[str, Any],
+    where: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    base: str | None,
+    trust_remote_code: bool,
 ) -> MetaModel:
     kind = model['type'].rpartition('.')[2]
-    meta_model = MetaModel(f'{kind} of {where}', trust_remote_code)
+    meta_model = MetaModel(f'{kind} of {where}', shapes, trust_remote_code)
     module = meta_model.module
     for name in _MODELS:
         if isinstance(model.get(name), Mapping):
@@ -113,7 +161,7 @@ def _of_xtuner(
         if isinstance(model.get(option), Mapping) and hasattr(module, name):
             lora = transformers_model.lora_config_of(model[option], where)
             setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
-    _add_the_rest(module, model, names)
+    _add_the_rest(module, model, shapes)
     _freeze(module, model)
     return meta_model
 
@@ -131,28 +179,38 @@ def _child_of_xtuner(
         if name != 'visual_encoder':
             _enlarge_context(hf_config, model.get('max_position_embeddings'))
 
-    return meta_model.built_from(folder, '--base' if base else f'{what} of {where}', auto_class, edit)
+    return meta_model.built_from(folder, '--base' if base else f'{what} of {where}', lambda _: auto_class, edit)
 
 
 def _of_transformers(
-    checkpoint: Path, folder: Path | None, names: Collection[str], given: str | None, trust_remote_code: bool
+    checkpoint: Path,
+    folder: Path | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    given: str | None,
+    trust_remote_code: bool,
 ) -> MetaModel:
     base: Any = folder if given is None else given
     described_by, lora = str(base), None
-    with_adapter = [Path(one) for one in (given, folder) if one is not None and (Path(one) / _ADAPTER).is_file()]
+    places = [base_folder(str(one)) for one in (given, folder) if one is not None]
+    with_adapter = [place for place in places if place is not None and (place / _ADAPTER).is_file()]
     if with_adapter:
         place = with_adapter[0]
         lora = transformers_model.adapter_config_in(place)
-        if given is None or place == Path(given):
+        if given is None or place == places[0]:
             base = lora.base_model_name_or_path
         if not base:
             raise BaseModelError(f'{place}/{_ADAPTER} has no base_model_name_or_path; set it to the base model')
         described_by = f'{place}/{_ADAPTER} and {base}'
-    meta_model = MetaModel(described_by, trust_remote_code)
-    model: nn.Module = meta_model.built_from(str(base), 'the model')
-    if lora is not None:
+    meta_model = MetaModel(described_by, shapes, trust_remote_code)
+    model: nn.Module
+    if lora is None:
+        model = meta_model.built_from(str(base), 'the model', config_in=config_of_trainer(checkpoint))
+        take_generation_config(model, checkpoint)
+    else:
+        model = meta_model.built_from(str(base), 'the model', partial(transformers_model.class_for_adapter, lora))
+        take_generation_config(model, checkpoint)
         model = transformers_model.adapt(model, lora)
-    meta_model.module = _placed(model, _prefix(model, names, checkpoint, str(base)))
+    meta_model.module = _placed(model, _prefix(model, shapes, checkpoint, str(base)))
     return meta_model
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.exporters.tokenizer import base_folder
+from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel
-from xhf_hooks.model import module_tensors, names_by_identity
-from xhf_hooks.sources.stored_tensors import StoredTensor, base_weights
+from xhf_hooks.model import names_by_identity
+from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
@@ -41,7 +40,6 @@ def match_checkpoint(
     trained = names_by_identity(meta_model.module)
     lost = [id(tensor) for tensor, names in trained if not stored.keys() & set(names)]
     in_bases, lacking, folders = _from_bases(meta_model, lost, trained_dtype)
-    embeddings = _embeddings(meta_model.module)
     matched: dict[str, StoredTensor] = {}
     known: set[str] = set()
     other_shape = []
@@ -52,8 +50,10 @@ def match_checkpoint(
         if found is None:
             continue
         _require_equal(held, meta_model)
-        same_rows = found.shape[1:] == tuple(tensor.shape)[1:]
-        if found.shape != tuple(tensor.shape) and not (same_rows and id(tensor) in embeddings):
+        if found.shape != tuple(tensor.shape):
+            if not held and all('.original_module.' in name for name in names):
+                tensor.data = tensor.data.to(TORCH_DTYPES[found.dtype])  # the first tensor's is the model's
+                continue  # replaced by a trained copy, which may have more rows than the base
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
             continue
         # In place, to keep ties by identity
@@ -78,28 +78,24 @@ def _from_bases(
     """Tensors of the base models, by ``id`` of the meta model's; names of those whose base has no weights; folders."""
     found: dict[int, StoredTensor] = {}
     lacking, folders = list[str](), list[str]()
-    for folder, names_of in meta_model.bases:
-        names_here = {one: names_of[one] for one in wanted if one in names_of}
-        if not names_here or not Path(folder).is_dir():
+    for base in meta_model.bases:
+        names_here = {one: base.names[one] for one in wanted if one in base.names}
+        if not names_here or base_folder(base.folder) is None:
             continue
-        tensors = base_weights(Path(folder), dtype)
-        if not tensors:
+        if not base.weights:
             lacking += [names[0] for names in names_here.values()]
             continue
-        folders.append(folder)
-        found |= {one: tensors[name] for one, names in names_here.items() for name in names if name in tensors}
+        folders.append(base.folder)
+        for one, names in names_here.items():
+            held = [base.weights[name] for name in names if name in base.weights]
+            if held:
+                found[one] = _as_trained(held[0], dtype)
     return found, lacking, folders
 
 
-def _embeddings(module: nn.Module) -> set[int]:
-    """``id`` of each weight with a row per token: training may have added rows."""
-    found = set()
-    for child in module.modules():
-        for get in ('get_input_embeddings', 'get_output_embeddings'):
-            with suppress(NotImplementedError, AttributeError):  # the model has no such embeddings
-                layer = getattr(child, get)()
-                found |= {id(getattr(layer, name, None)) for name in ('weight', 'bias')}
-    return found
+def _as_trained(tensor: StoredTensor, dtype: str | None) -> StoredTensor:
+    """DeepSpeed casts the whole model."""
+    return replace(tensor, dtype=dtype) if dtype is not None and is_float(tensor.dtype) else tensor
 
 
 def _require_equal(held: Sequence[StoredTensor], meta_model: MetaModel) -> None:
@@ -112,6 +108,15 @@ def _require_equal(held: Sequence[StoredTensor], meta_model: MetaModel) -> None:
             )
 
 
+def _outermost(module: nn.Module, path: str = '') -> Iterator[str]:
+    """Paths of the models. What lies around them has no other purpose than to give them their names."""
+    if type(module) is not nn.Module:
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _outermost(child, f'{path}.{name}'.removeprefix('.'))
+
+
 def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str]) -> list[str]:
     """Raise if the checkpoint belongs to another model, else return notes about tensors that are not exported."""
     if other_shape:
@@ -119,8 +124,8 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
     unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
-    inside = {path.partition('.')[0] for path, _ in module_tensors(meta_model.module)}
-    lost = [name for name in unexpected if name.partition('.')[0] in inside]
+    inside = [*_outermost(meta_model.module)]
+    lost = [name for name in unexpected if any(name.startswith(f'{path}.'.removeprefix('.')) for path in inside)]
     if lost:
         raise BaseModelError(
             f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}; {_REMEDY}'

@@ -56,14 +56,28 @@ def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: P
         given: File given by the user.
         in_checkpoint: The text of the checkpoint's ``meta.cfg``.
         checkpoint: The tag folder or file; configs beside it are read.
+
+    Raises:
+        ConfigError: The given file, or the one in or beside the checkpoint, is not the config of a run.
     """
     if given is not None:
-        return _read(given)
+        config = _read(given)
+        if config.model is None:
+            raise ConfigError(
+                f'{given}: has no model with a type; give --config the config of the run, or leave it out'
+            )
+        return config
     if in_checkpoint:
         where = f'the config in {checkpoint}'
         return RunConfig(where, parse_config(in_checkpoint, where))
+    has_code = any((checkpoint.parent / name).is_file() for name in ('config.json', 'adapter_config.json'))
     for file in _beside(checkpoint):
-        config = _read(file)
+        try:
+            config = _read(file)
+        except ConfigError:
+            if has_code:  # custom code of the model, which Trainer puts beside its config.json
+                continue
+            raise
         if config.model is not None:
             return config
     return None
@@ -184,7 +198,10 @@ class _Values(ast.NodeTransformer):
             return node
         given = [self.visit(argument).value for argument in node.args]
         named = {keyword.arg: self.visit(keyword.value).value for keyword in node.keywords}
-        return ast.Constant(dict(*given, **named))  # type: ignore[arg-type]
+        try:
+            return ast.Constant(dict(*given, **named))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # of what is not read, or is no dict
+            return node
 
 
 def _unread(node: ast.AST) -> Unread:

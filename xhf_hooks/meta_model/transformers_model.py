@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
+from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.on_meta import built_on_meta
 from xhf_hooks.exporters.tokenizer import base_file
+from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -25,6 +28,17 @@ _NOT_OF_THE_CONFIG = (
     *('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path'),
     *('quantization_config', 'architectures', 'use_cache'),
 )
+#: Of peft (``AutoPeftModelFor...`` in ``auto.py``).
+_CLASSES_OF_TASKS = {
+    'CAUSAL_LM': 'AutoModelForCausalLM',
+    'SEQ_2_SEQ_LM': 'AutoModelForSeq2SeqLM',
+    'SEQ_CLS': 'AutoModelForSequenceClassification',
+    'TOKEN_CLS': 'AutoModelForTokenClassification',
+    'QUESTION_ANS': 'AutoModelForQuestionAnswering',
+    'FEATURE_EXTRACTION': 'AutoModel',
+}
+#: What peft adds to the names of tensors that it wraps.
+_WRAPPERS = re.compile(r'(?<=\.)(?:base_layer|original_module|token_adapter|modules_to_save\.[^.]+)\.')
 
 
 @contextmanager
@@ -123,6 +137,67 @@ def class_named(name: str | None) -> Any | None:
     return found if is_model else None
 
 
+def class_for_adapter(lora: PeftConfig, config: PretrainedConfig) -> str | None:
+    """The class onto which peft loads an adapter: of its task, or the one that its ``auto_mapping`` names.
+
+    Language models are of the class that the base's config names if that generates: many kinds of models are trained
+    with the task CAUSAL_LM, for which transformers has no class of theirs.
+    """
+    import transformers
+
+    of_base = first_architecture(getattr(config, 'architectures', None))
+    task = getattr(lora.task_type, 'value', lora.task_type)
+    if task is None:
+        named = lora.auto_mapping.get('base_model_class') if isinstance(lora.auto_mapping, dict) else None
+        return named if isinstance(named, str) and class_named(named) else of_base
+    of_task = _CLASSES_OF_TASKS.get(task)
+    kind = class_named(of_base)
+    generates = kind is not None and hasattr(kind, 'can_generate') and kind.can_generate()
+    if of_task is None or (generates and task in ('CAUSAL_LM', 'SEQ_2_SEQ_LM')):
+        return of_base
+    auto_class = getattr(transformers, of_task)
+    is_known = type(config) in auto_class._model_mapping or of_task in (getattr(config, 'auto_map', None) or {})
+    return of_task if is_known else of_base
+
+
+def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Edit the config for the vocabulary and the labels of trained tensors; returns whether it was edited.
+
+    Args:
+        model: Built from the config.
+        shapes: Of the trained tensors by name. Names may have a prefix, and components of peft's wrappers.
+    """
+    trained = {f'.{_WRAPPERS.sub("", name)}': shape for name, shape in shapes.items()}
+    embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
+    has_edited = False
+    for tensor, names in names_by_identity(model):
+        is_embedding, rows = tensor is embedding, tuple(tensor.shape)[:1]
+        if not is_embedding and rows != (n_labels,):
+            continue
+        ends = tuple(f'.{name}' for name in names)
+        found = {shape for there, shape in trained.items() if there.endswith(ends)}
+        found = {shape for shape in found if shape[1:] == tuple(tensor.shape)[1:] and shape[:1] != rows}
+        if len(found) != 1:
+            continue
+        ((wanted, *_),) = found
+        if is_embedding:
+            _change_vocabulary(config, wanted - len(tensor))
+        else:
+            config.num_labels = wanted
+        has_edited = True
+    return has_edited
+
+
+def _change_vocabulary(config: PretrainedConfig, n_more: int) -> None:
+    """Encoder and decoder may have fields of their own for the vocabulary that they share, as in Marian."""
+    text = text_config(config)
+    size = getattr(text, 'vocab_size', None)
+    if type(size) is int:
+        others = [name for name, value in vars(text).items() if name.endswith('_vocab_size') and value == size]
+        for name in ('vocab_size', *others):
+            setattr(text, name, size + n_more)
+
+
 def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:
     """peft's LoraConfig from the options in a run's config."""
     from peft import LoraConfig
@@ -165,4 +240,6 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
         adapted = get_peft_model(model, wanted)
     for config in adapted.peft_config.values():
         config.init_lora_weights = lora.init_lora_weights
+        if config.modules_to_save is not None:  # to which peft adds the classifiers, even if they are there
+            config.modules_to_save = list(dict.fromkeys(config.modules_to_save))
     return adapted

@@ -14,7 +14,7 @@ import torch
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.mapped_files import MappedFile
@@ -52,6 +52,10 @@ class StoredTensor:
     def pieces(self, use_fp32_master: bool) -> Pieces:
         """The pieces to read; concatenated, they are the row-major tensor."""
         return self.master if use_fp32_master and self.master is not None else self.trained
+
+    def read_nbytes(self, use_fp32_master: bool) -> int:
+        """Bytes in files that reading it reads."""
+        return sum(piece.nbytes for piece in self.pieces(use_fp32_master))
 
     def read_into(self, start: int, out: torch.Tensor, *, use_fp32_master: bool = False) -> None:
         """Cast elements from ``start`` on into ``out``, as many as fit.
@@ -97,11 +101,8 @@ def _elements(piece: torch.Tensor, first: int, end: int) -> torch.Tensor:
     return piece[top:bottom].reshape(-1)[first - top * row : end - top * row]
 
 
-def tensors_of(file: Path, dtype: str | None = None) -> Iterator[StoredTensor]:
+def tensors_of(file: Path) -> Iterator[StoredTensor]:
     """The tensors of a safetensors file.
-
-    Args:
-        dtype: The dtype in which floats are read; None: as they are.
 
     Raises:
         DamagedError: It cannot be read.
@@ -112,15 +113,11 @@ def tensors_of(file: Path, dtype: str | None = None) -> Iterator[StoredTensor]:
         if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(f'{file}: {entry.name} has dtype {entry.dtype}, which torch cannot read')
         values = mapped.tensor(entry.start, entry.shape, TORCH_DTYPES[entry.dtype])
-        read_as = dtype if dtype is not None and is_float(entry.dtype) else entry.dtype
-        yield StoredTensor(entry.name, entry.shape, read_as, (values,))
+        yield StoredTensor(entry.name, entry.shape, entry.dtype, (values,))
 
 
-def base_weights(folder: Path, dtype: str | None) -> dict[str, StoredTensor]:
+def base_weights(folder: Path) -> dict[str, StoredTensor]:
     """The weights of a Hugging Face folder, a base model that lends a run its frozen ones; empty if it has none.
-
-    Args:
-        dtype: The dtype to which training cast the floats (DeepSpeed casts the whole model); None if it did not.
 
     Raises:
         CheckpointError: Files are missing or damaged.
@@ -131,6 +128,6 @@ def base_weights(folder: Path, dtype: str | None) -> dict[str, StoredTensor]:
             files = sorted({Path(name).name for name in strict_json.read(index)['weight_map'].values()})
         elif not (folder / files[0]).is_file():
             return {}
-        return {tensor.name: tensor for file in files for tensor in tensors_of(folder / file, dtype)}
+        return {tensor.name: tensor for file in files for tensor in tensors_of(folder / file)}
     except (AttributeError, DamagedError, KeyError, TypeError) as error:
         raise CheckpointError(f'base model {folder}: {error}; copy it again') from None

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from xhf_hooks.exporters.hf_assets import quiet
-from xhf_hooks.exporters.rehearsal import load_and_tell
+from xhf_hooks.exporters.hf_assets import quiet, text_config
+from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
 from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.check import OK, PROBLEM, FolderCheck
-from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
+from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, FolderCheck
+from xhf_hooks.meta_model.transformers_model import (
+    adapter_config_in,
+    build,
+    class_for_adapter,
+    class_named,
+    first_architecture,
+    fit_config,
+    load_config,
+)
+from xhf_hooks.model import token_embeddings
 
 _PROMPT = 'The capital of France is'
 #: Overrides the folder's generation_config.json, so that it stays short and deterministic.
@@ -38,30 +49,84 @@ def load_and_run(folder: Path, report: FolderCheck, *, base: str | None, trust_r
 def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code: bool) -> None:
     started = time.perf_counter()
     if (folder / 'adapter_config.json').is_file():
-        model, keys = _load_adapter(folder, base, trust_remote_code)
+        model, problems = _load_adapter(folder, base, trust_remote_code)
     else:
-        model, keys = _load_model(folder, trust_remote_code)
+        model, problems = _load_model(folder, trust_remote_code)
     name, secs = type(model).__name__, time.perf_counter() - started
-    for kind, names in keys.items():
+    for kind, names in problems.items():
         if names:
-            report.add(PROBLEM, 'load', f'{name}: {len(names)} {kind} keys: {some(sorted(map(str, names)))}')
+            report.add(PROBLEM, 'load', f'{name}: {len(names)} {kind}: {some(names)}')
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    rows = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(1, 9)[None] % rows if tokenizer is None else tokenizer(_PROMPT, return_tensors='pt').input_ids
-    needs_more = {'decoder_input_ids': ids} if getattr(model.config, 'is_encoder_decoder', False) else {}
-    output = model.eval()(input_ids=ids, **needs_more)
-    if not bool((output[0] if 'logits' not in output else output.logits).isfinite().all()):
-        report.add(PROBLEM, 'load', f'{name}: the forward pass returns infinite or NaN values')
+    inputs, error = _run_once(model.eval(), _text(model, tokenizer), name, report)
     if report.problems('load'):
         return
     report.add(OK, 'load', f'{name} in {secs:.1f} s')
-    if hasattr(model, 'generate') and model.can_generate():
-        answer = model.generate(input_ids=ids, **_GENERATION)[0].tolist()
+    if error is not None:
+        report.add(UNCHECKED, 'load', f'{name}: its inputs are not known, so it was not run: {error}')
+    elif hasattr(model, 'generate') and model.can_generate():
+        answer = model.generate(**inputs, **_GENERATION)[0].tolist()
         report.add(OK, 'generation', str(answer) if tokenizer is None else repr(tokenizer.decode(answer)))
 
 
-def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """The model, and the names that transformers reports."""
+def _run_once(
+    model: Any, ids: torch.Tensor, name: str, report: FolderCheck
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """One forward pass; returns the inputs for a generation, and why a pass was not possible.
+
+    Raises:
+        Exception: It failed with text, for a model that takes nothing else.
+    """
+    plain = model.get_base_model() if hasattr(model, 'get_base_model') else model
+    known = inspect.signature(plain.forward).parameters
+    made = {'input_ids': ids, **_images_and_sound(plain)}
+    made = {one: tensor for one, tensor in made.items() if one in known}
+    is_text = made.keys() == {'input_ids'}
+    decoder = {'decoder_input_ids': ids} if getattr(plain.config, 'is_encoder_decoder', False) else {}
+    first = {one: made[one] for one in [plain.main_input_name] if one in made}
+    error = f'forward takes {plain.main_input_name}'
+    for inputs in (first, made) if first != made else (made,):
+        if not inputs:
+            continue
+        try:
+            output = model(**inputs, **decoder)
+        except Exception as caught:  # a model may need more than is known here, such as images of a certain size
+            if is_text:
+                raise
+            error = f'{type(caught).__name__}: {" ".join(str(caught).split())[:200]}'
+            continue
+        if not bool(_first_tensor(output).isfinite().all()):
+            report.add(PROBLEM, 'load', f'{name}: the forward pass returns infinite or NaN values')
+        return inputs, None
+    return {}, error
+
+
+def _text(model: Any, tokenizer: Any | None) -> torch.Tensor:
+    rows = min((weight.shape[0] for weight in token_embeddings(model)), default=None)
+    if tokenizer is None or rows is None:
+        return torch.arange(1, 9)[None] % (rows or 9)
+    return tokenizer(_PROMPT, return_tensors='pt').input_ids
+
+
+def _images_and_sound(model: Any) -> dict[str, torch.Tensor]:
+    """Noise of the sizes that the config names."""
+    configs = [model.config, *(part for part in vars(model.config).values() if hasattr(part, 'model_type'))]
+    fields = {name: value for config in reversed(configs) for name, value in vars(config).items() if value is not None}
+    found = {'input_values': torch.rand(1, 16_000)}
+    if size := fields.get('image_size'):
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        found['pixel_values'] = torch.rand(1, fields.get('num_channels', 3), height, width)
+    if bins := fields.get('num_mel_bins'):
+        found['input_features'] = torch.rand(1, bins, 2 * fields.get('max_source_positions', 1500))
+    return {name: noise.to(model.dtype) for name, noise in found.items()}
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    """The logits, or what else a model returns first."""
+    found = output.logits if 'logits' in output else output[0]
+    return found if isinstance(found, torch.Tensor) else _first_tensor(found)
+
+
+def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, Problems]:
     import transformers
 
     name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
@@ -69,17 +134,28 @@ def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, dict[str, A
     return load_and_tell(kind, str(folder), trust_remote_code=trust_remote_code)
 
 
-def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """The adapted model, and the names that peft reports; it refuses other shapes."""
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
-    from transformers import AutoModelForCausalLM
+def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Problems]:
+    """With peft, onto the base with as many tokens and labels as the adapter has. peft refuses other shapes."""
+    import transformers
+    from peft import PeftModel, load_peft_weights
 
-    whole = AutoModelForCausalLM.from_pretrained(
-        base or PeftConfig.from_pretrained(str(folder)).base_model_name_or_path,
-        torch_dtype='auto',
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
+    lora = adapter_config_in(folder)
+    base = base or lora.base_model_name_or_path
+    config = load_config(str(base), trust_remote_code=trust_remote_code, why='the base model')
+    name, tensors, fitted = (
+        class_for_adapter(lora, config),
+        load_peft_weights(str(folder), device='cpu'),
+        copy.deepcopy(config),
     )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    fit_config(fitted, build(fitted, name, trust_remote_code=trust_remote_code), shapes)
+    if config.num_labels != fitted.num_labels:
+        config.num_labels = fitted.num_labels
+    kind = class_named(name) or transformers.AutoModelForCausalLM
+    options = dict(local_files_only=True, trust_remote_code=trust_remote_code)
+    whole = kind.from_pretrained(base, config=config, torch_dtype='auto', **options)
+    n_tokens = getattr(text_config(fitted), 'vocab_size', None)
+    if n_tokens != getattr(text_config(config), 'vocab_size', None):
+        whole.resize_token_embeddings(n_tokens)
     model = PeftModel.from_pretrained(whole, str(folder))
-    wanted, found = get_peft_model_state_dict(model).keys(), load_peft_weights(str(folder), device='cpu').keys()
-    return model, {'missing': wanted - found, 'unexpected': found - wanted}
+    return model, load_adapter_and_tell(model, tensors)

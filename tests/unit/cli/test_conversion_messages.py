@@ -137,3 +137,47 @@ def test_the_base_is_not_replaced_by_its_conversion(trained, tmp_path, capsys):
     capsys.readouterr()
     assert main(again) == 2
     assert 'is the base model' in (said := capsys.readouterr().err) and 'give as OUT another' in said
+
+
+@pytest.mark.parametrize('options', [(), ('--base', 'model')])
+def test_a_config_without_a_model_is_not_taken(trained, tmp_path, capsys, options):
+    (tmp_path / 'no_model.py').write_text("optimizer = dict(type='AdamW')\n")
+    options = [str(trained / one) if one == 'model' else one for one in options]
+    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--config', str(tmp_path / 'no_model.py')]
+    assert main([*command, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{tmp_path / "no_model.py"}: has no model' in line
+
+
+def test_a_folder_that_is_one_already(trained, tmp_path, capsys):
+    assert main([str(trained / 'model'), str(tmp_path / 'out')]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{trained / "model"}: a Hugging Face folder already' in line and 'xhf-verify' in line
+
+
+CUSTOM_CODE = {
+    'options of a call': 'def build(pairs):\n    return 1\n\nTABLE = dict(build([1]), **build([2]))\n',
+    'a base': "_base_ = {'a': 1}\n",
+    'another language': 'print "hello"\n',
+}
+
+
+@pytest.mark.parametrize('code', CUSTOM_CODE)
+def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_path, code):
+    """Trainer puts it beside its config.json."""
+    base = base_model(trained, tmp_path / 'run')
+    shutil.copy(trained / 'iter_5.pth', base)
+    (base / 'modeling_custom.py').write_text(CUSTOM_CODE[code])
+    assert main([str(base / 'iter_5.pth'), str(tmp_path / 'out')]) == 0
+
+
+def test_a_dry_run_says_that_out_exists(trained, tmp_path, capsys):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'thesis.tex').write_text('mine')
+    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(trained / 'model')]
+    assert main([*command, '--dry-run']) == 0
+    assert f'would write to {tmp_path / "out"}, which exists' in capsys.readouterr().out
+    assert main([*command, '--dry-run', '--overwrite']) == 0
+    assert 'which exists' not in capsys.readouterr().out
+    assert main(command) == 2
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['thesis.tex']

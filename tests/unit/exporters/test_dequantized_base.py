@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.adapted import EXPERTS, adapt
-from tests.helpers.converted import convert
+from tests.helpers.converted import assert_same_files, convert
 from tests.helpers.engines import save_folder
 from tests.helpers.families import MODELS
 from tests.helpers.zoo import build
@@ -91,6 +91,18 @@ def test_a_conversion_of_its_checkpoint(load, tmp_path):
     convert(tmp_path / 'it.pth', tmp_path / 'out', '--base', tmp_path / 'base')
     again = loaded(tmp_path / 'out', type(model))
     assert not hasattr(again.config, 'quantization_config') and same_logits(model, again)
+
+
+@pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
+def test_a_conversion_of_its_adapters_checkpoint_is_the_hooks(load, tmp_path):
+    model = adapt(load(tmp_path / 'base'), torch.bfloat16, target_modules=['q_proj'])
+    model.peft_config['default'].save_pretrained(tmp_path / 'run')
+    torch.save({'state_dict': model.state_dict()}, tmp_path / 'run' / 'it.pth')
+    for mode in ('adapter', 'merge'):
+        save_folder(model, tmp_path / f'hook_{mode}', lora=mode)
+        assert_same_files(
+            convert(tmp_path / 'run' / 'it.pth', tmp_path / mode, '--lora', mode), tmp_path / f'hook_{mode}'
+        )
 
 
 def test_merged_adapter(tmp_path):

@@ -31,6 +31,8 @@ _UNSUPPORTED = re.compile(
     r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|.*mp_rank_(?!00_)\d{2,4}_.*_states\.pt'
     r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata'
 )
+#: Of transformers and peft, whole or in parts.
+_HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
 _STRATEGY_FILE = re.compile(r'rank\d+\.pth')
 
 
@@ -107,6 +109,8 @@ def _follow(folder: Path) -> Path:
     candidates = models or sorted(filter(_NUMBERED.fullmatch, names), key=lambda name: (len(name), name))
     if candidates:
         raise CheckpointError(f'{folder}: holds several checkpoints ({some(candidates[::-1])}); give one of them')
+    if any(name in names for name in ('config.json', 'adapter_config.json')) and any(map(_HF_WEIGHTS.fullmatch, names)):
+        raise CheckpointError(f'{folder}: a Hugging Face folder already, ready to load; xhf-verify checks it')
     raise CheckpointError(
         f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest; give a checkpoint or '
         f'the work_dir of a run'

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import TensorSpec
@@ -26,6 +27,7 @@ from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
     load_optim_state,
+    other_steps,
     parsing,
     require_all_ranks,
     require_one_save,
@@ -141,7 +143,34 @@ class CheckpointSource:
                 masters, is_zero3 = {}, False
             empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
             frozen = frozen_regions(models, is_zero3)
-            return first, assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
+            tensors = assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
+        self.warnings += _judge_steps(other_steps(models, optims), tensors)
+        return first, tensors
+
+
+def _judge_steps(told: str | None, tensors: Sequence[StoredTensor]) -> list[str]:
+    """A warning if nothing shows that model and optimizer files are of one step, whose numbers differ.
+
+    After a resume without optimizer state they differ, too; then the 16-bit weights are the rounded fp32 ones.
+
+    Raises:
+        CheckpointError: The weights in the files differ, too.
+    """
+    if told is None:
+        return []
+    in_both = [tensor for tensor in tensors if tensor.master is not None and tensor.master is not tensor.trained]
+    for tensor in in_both:
+        rounded = tensor.whole(use_fp32_master=True).to(TORCH_DTYPES[tensor.dtype])
+        if not torch.equal(rounded, tensor.whole(use_fp32_master=False)):
+            raise CheckpointError(
+                f'{told}, and {tensor.name} differs: not of one save; put the files of one save together'
+            )
+    if in_both:
+        return []
+    return [
+        f'not verifiable: that model and optimizer files are of one step: {told}. That is so after a resume without '
+        f'optimizer state, and with optimizers that do not count; otherwise put the files of one save together'
+    ]
 
 
 def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:

@@ -236,13 +236,16 @@ def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, univ
         )
     if len(optims) > 1 and any(optim.saved_as != optim.file.stem for optim in optims):
         found.append('not verifiable: only the file names say which rank wrote which file')
-    if optims and (optims[0].steps is None or models[0].steps not in (None, optims[0].steps)):
-        found.append(
-            f'not verifiable: the iteration of the fp32 weights: the optimizer of {optims[0].file.name} has made '
-            f'{optims[0].steps} steps, {models[0].file.name} {models[0].steps}. That is so after a resume without '
-            f'optimizer state; otherwise {_HINT}'
-        )
     return tuple(found)
+
+
+def other_steps(models: Sequence[ModelState], optims: Sequence[OptimState]) -> str | None:
+    """What the files say, if the optimizer has made other steps than the model, or does not count them."""
+    if not optims or (optims[0].steps is not None and models[0].steps in (None, optims[0].steps)):
+        return None
+    return (
+        f'the optimizer of {optims[0].file} has made {optims[0].steps} steps, {models[0].file.name} {models[0].steps}'
+    )
 
 
 def _same(what: str, values: Iterable[tuple[Path, Any]]) -> None:

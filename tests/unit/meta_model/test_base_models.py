@@ -1,0 +1,281 @@
+"""Runs of every kind of base, whose checkpoint has only what was trained, are converted to what the hook writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.converted import assert_same_files, convert
+from tests.helpers.families import MODELS
+from tests.helpers.zoo import available, build
+from xhf_hooks import save_hf
+from xhf_hooks.cli.convert import main
+
+WEIGHTS = 'model.safetensors'
+
+
+def base_of(family: str, folder: Path) -> Path:
+    build(family, models=MODELS).save_pretrained(folder)
+    return folder
+
+
+def from_base(folder: str | Path, kind: str | None = None, **options: Any) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)  # transformers 4.57 writes Qwen2-VL's architectures inside
+    return getattr(transformers, kind or config.architectures[0]).from_pretrained(folder, **options)
+
+
+def adapted(model: Any, **lora: Any) -> Any:
+    """As after some training."""
+    found = get_peft_model(
+        model, LoraConfig(**{'r': 2, 'target_modules': ['q_proj'], 'task_type': 'CAUSAL_LM', **lora})
+    )
+    torch.manual_seed(2)
+    for parameter in found.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return found
+
+
+def checkpoint_of(model: Any, folder: Path, *, whole: bool = False) -> Path:
+    """What was trained, or all of it, and the adapter's config."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or whole}
+    folder.mkdir(parents=True)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in trained or whole}
+    torch.save({'state_dict': state}, folder / 'iter_2.pth')
+    if hasattr(model, 'peft_config'):
+        model.peft_config['default'].save_pretrained(folder)
+    return folder / 'iter_2.pth'
+
+
+def assert_converted_as_by_the_hook(model: Any, folder: Path, *, whole: bool = False) -> None:
+    checkpoint = checkpoint_of(model, folder / 'run', whole=whole)
+    for mode in ('adapter', 'merge'):
+        save_hf(model, folder / f'hook_{mode}', lora=mode)
+        found = convert(checkpoint, folder / mode, '--lora', mode)
+        assert_same_folder_tensors(found, folder / f'hook_{mode}')
+        if mode == 'adapter' or not hasattr(model.config, 'vision_config'):
+            assert_same_files(found, folder / f'hook_{mode}')
+
+
+@pytest.mark.parametrize(
+    'family',
+    [
+        family
+        for family in ('llama', 'llava', 'qwen2_vl', 'gemma3', 'mixtral', 'qwen3_moe', 'glm4_moe', 'ernie4_5_vl_moe')
+        if available(family, MODELS)
+    ],
+)
+def test_names_in_the_bases_files_are_those_that_transformers_loads(family, tmp_path):
+    """Renamed, and fused experts."""
+    base = base_of(family, tmp_path / 'base')
+    assert_converted_as_by_the_hook(adapted(from_base(base)), tmp_path)
+
+
+def test_what_loading_computes_is_computed_and_read_as_bytes_of_its_sources(tmp_path):
+    if not available('mixtral', MODELS):
+        pytest.skip('this transformers has no Mixtral')
+    from xhf_hooks.meta_model.base_weights import weights_of_base
+
+    base = base_of('mixtral', tmp_path / 'base')
+    model = from_base(base)
+    found = weights_of_base(type(model), model.config, base).tensors
+    state = model.state_dict()
+    assert found.keys() == state.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.whole(False), state[name]), name
+        assert tensor.read_nbytes(False) == state[name].nbytes, name
+
+
+@pytest.fixture
+def named_on_the_hub(tmp_path, monkeypatch):
+    """The base ``organization/base`` in a local hub cache."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / 'hub' / 'models--organization--base'
+    base_of('llava', repository / 'snapshots' / 'abc')
+    (repository / 'refs').mkdir()
+    (repository / 'refs' / 'main').write_text('abc')
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 has a constant of its own
+        monkeypatch.setattr(transformers.utils.hub, 'TRANSFORMERS_CACHE', str(tmp_path / 'hub'))
+    return repository / 'snapshots' / 'abc'
+
+
+def test_a_base_that_xtuners_config_names_as_on_the_hub(named_on_the_hub, tmp_path):
+    model = adapted(from_base(named_on_the_hub))
+    state = {f'llm.{name}': p for name, p in model.named_parameters() if p.requires_grad}
+    for name in ('organization/base', named_on_the_hub):
+        run = tmp_path / Path(name).name
+        run.mkdir()
+        torch.save({'state_dict': state}, run / 'iter_2.pth')
+        (run / 'config.py').write_text(
+            f"""model = dict(
+                type='xtuner.model.SupervisedFinetune',
+                llm=dict(
+                    type='transformers.LlavaForConditionalGeneration.from_pretrained',
+                    pretrained_model_name_or_path={str(name)!r},
+                ),
+                lora=dict(type='peft.LoraConfig', r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'),
+            )"""
+        )
+        convert(run / 'iter_2.pth', run / 'out', '--lora', 'both')
+    assert_same_folder_tensors(tmp_path / 'base' / 'out', tmp_path / 'abc' / 'out')
+
+
+@pytest.mark.parametrize('by', ['adapter_config.json', '--base'])
+def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
+    by_path, by_name = tmp_path / 'by_path', tmp_path / 'by_name'
+    model = adapted(from_base(named_on_the_hub))
+    checkpoint = checkpoint_of(model, tmp_path / 'run')
+    fields = json.loads((checkpoint.parent / 'adapter_config.json').read_text())
+    given = ['--base', 'organization/base'] if by == '--base' else []
+    if not given:
+        fields['base_model_name_or_path'] = 'organization/base'
+        (checkpoint.parent / 'adapter_config.json').write_text(json.dumps(fields))
+    for mode in ('adapter', 'merge'):
+        expected = folder_tensors(convert(checkpoint, by_path / mode, '--base', named_on_the_hub, '--lora', mode))
+        found = folder_tensors(convert(checkpoint, by_name / mode, '--lora', mode, *given))
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+    if not given:
+        written = json.loads((by_name / 'adapter' / 'adapter_config.json').read_text())
+        assert written['base_model_name_or_path'] == 'organization/base', 'not the path on this machine'
+
+
+@pytest.mark.parametrize(
+    ('kind', 'labels', 'lora'),
+    [
+        ('AutoModelForSequenceClassification', 5, dict(task_type='SEQ_CLS')),
+        ('AutoModelForTokenClassification', 5, dict(task_type='TOKEN_CLS')),
+        ('AutoModelForSequenceClassification', 2, dict(task_type=None, modules_to_save=['score'])),
+    ],
+)
+def test_classifiers(kind, labels, lora, tmp_path):
+    """The class is that of the adapter's task or auto_mapping, with as many labels as were trained."""
+    model = adapted(from_base(base_of('llama', tmp_path / 'base'), kind, num_labels=labels), **lora)
+    checkpoint = checkpoint_of(model, tmp_path / 'run')
+    for mode in ('adapter', 'merge'):
+        save_hf(model, tmp_path / f'hook_{mode}', lora=mode)
+        if mode == 'adapter':  # with an auto_mapping, if it has no task
+            shutil.copy(tmp_path / 'hook_adapter' / 'adapter_config.json', checkpoint.parent)
+        assert_same_files(convert(checkpoint, tmp_path / mode, '--lora', mode), tmp_path / f'hook_{mode}')
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
+    model = from_base(base_of('llama_tied' if tied else 'llama', tmp_path / 'base'))
+    model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+    model = adapted(model, modules_to_save=['embed_tokens', 'lm_head'])
+    assert_converted_as_by_the_hook(model, tmp_path, whole=True)
+    checkpoint = checkpoint_of(model, tmp_path / 'trained')  # frozen copies of what was trained are in no merged model
+    assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), tmp_path / 'hook_merge')
+
+
+@pytest.mark.parametrize('family', ['bart', 'pegasus', 'bert', 't5', 'llava', 'marian'])
+def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path):
+    """Such as final_logits_bias, and Marian's second size of the vocabulary."""
+    if family == 'marian':
+        config = transformers.MarianConfig(**{**MODELS['bart'][2], 'pad_token_id': 0})
+        transformers.MarianMTModel(config).save_pretrained(tmp_path / 'base')
+    else:
+        base_of(family, tmp_path / 'base')
+    model = from_base(tmp_path / 'base')
+    model.resize_token_embeddings(model.config.get_text_config().vocab_size + 3)
+    save_hf(model, tmp_path / 'hook')
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    found = convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base')
+    assert_same_folder_tensors(found, tmp_path / 'hook')
+    if family != 'llava':
+        assert_same_files(found, tmp_path / 'hook')
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('part', ['vision', 'text'])
+def test_a_part_of_clip_keeps_the_names_of_its_base(part, tmp_path):
+    """transformers 4 wrote them with another prefix, which transformers 5 reads, and writes again."""
+    kind, config = (
+        (transformers.CLIPVisionModel, transformers.CLIPVisionConfig)
+        if part == 'vision'
+        else (transformers.CLIPTextModel, transformers.CLIPTextConfig)
+    )
+    sizes = {name: size for name, size in MODELS['clip'][2][f'{part}_config'].items() if name != 'model_type'}
+    kind(config(**sizes)).save_pretrained(tmp_path / 'base')
+    older = {
+        name if name.startswith(f'{part}_model.') else f'{part}_model.{name}': tensor
+        for name, tensor in load_file(tmp_path / 'base' / WEIGHTS).items()
+    }
+    save_file(older, tmp_path / 'base' / WEIGHTS, {'format': 'pt'})
+    model = kind.from_pretrained(tmp_path / 'base')
+    save_hf(model, tmp_path / 'hook')
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    found = convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base')
+    assert folder_tensors(found).keys() == older.keys()
+    assert_same_files(found, tmp_path / 'hook')
+
+
+@pytest.mark.parametrize('path', ['', '_forward_module.'])
+def test_a_small_module_beside_the_model_is_a_note(path, tmp_path, capsys):
+    """At the top, and below a wrapper, as Lightning has it."""
+    model = from_base(base_of('llama', tmp_path / 'base'))
+    state = {f'{path}model.{name}': tensor for name, tensor in model.state_dict().items()}
+    torch.save({**state, f'{path}temperature.weight': torch.ones(1)}, tmp_path / 'iter_2.pth')
+    save_hf(model, tmp_path / 'hook')
+    found = convert(tmp_path / 'iter_2.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert_same_files(found, tmp_path / 'hook')
+    assert f'1 tensor of the checkpoint not in the model: {path}temperature.weight' in capsys.readouterr().err
+
+
+def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    """For each kind of output, with names."""
+    from xhf_hooks.exporters import huggingface, lora
+
+    checkpoint = checkpoint_of(adapted(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
+
+    def without_the_first(load: Any) -> Any:
+        return lambda *args: load(*args[:2], args[2][1:])
+
+    monkeypatch.setattr(huggingface, 'load_empty', without_the_first(huggingface.load_empty))
+    monkeypatch.setattr(lora, 'load_empty_adapter', without_the_first(lora.load_empty_adapter))
+    for mode, name in (('adapter', 'q_proj.lora_'), ('merge', 'lm_head.weight'), ('both', 'lm_head.weight')):
+        assert main([str(checkpoint), str(tmp_path / mode), '--lora', mode]) == 2
+        said = capsys.readouterr().err
+        assert 'would not load' in said and '1 missing' in said and name in said
+        assert not (tmp_path / mode).exists()
+
+
+def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_load(tmp_path, capsys, monkeypatch):
+    from xhf_hooks.meta_model import base_weights
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ImportError('accelerate is missing')
+
+    checkpoint = checkpoint_of(adapted(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
+    expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
+    monkeypatch.setattr(base_weights, 'load_and_tell', fail)
+    assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
+    assert 'those in the files are taken (ImportError: accelerate is missing)' in capsys.readouterr().err
+
+
+def test_floats_from_the_base_are_as_training_had_them(tmp_path):
+    """DeepSpeed casts the whole model, also what is not in its checkpoint."""
+    from xhf_hooks.meta_model.base_weights import weights_of_base
+    from xhf_hooks.meta_model.build import Base, MetaModel
+    from xhf_hooks.meta_model.match import match_checkpoint
+
+    model = from_base(base_of('llama', tmp_path / 'base'))
+    weights = weights_of_base(type(model), model.config, tmp_path / 'base').tensors
+    expected = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+    model = model.to('meta')
+    names = {id(tensor): [name] for name, tensor in model.named_parameters()}
+    meta_model = MetaModel('the model', {}, False, model, [Base(str(tmp_path / 'base'), names, weights)])
+    found, _ = match_checkpoint(meta_model, [], 'BF16')
+    assert all(torch.equal(tensor.whole(False), expected[name]) for name, tensor in found.items()) and found

@@ -1,0 +1,62 @@
+"""Frozen weights that the checkpoint of an adapter lacks: whether the base has those of training, and their dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from xhf_hooks.exporters.lora import adapters_in, trained_adapter
+from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
+from xhf_hooks.meta_model.run_config import RunConfig
+from xhf_hooks.sources.stored_tensors import StoredTensor
+
+
+def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of weights that adapters edit when they are made, as PiSSA and OLoRA do, and the name of the init."""
+    for path, peft_model in adapters_in(module).items():
+        init = peft_model.peft_config[trained_adapter(peft_model)].init_lora_weights
+        if _edits_base(init):
+            names = (f'{path}.{name}'.removeprefix('.') for name, _ in peft_model.named_parameters())
+            yield from ((name, str(init)) for name in names if '.base_layer.' in name)
+
+
+def _edits_base(init: Any) -> bool:
+    """Whether peft edits the base of an adapter with this ``init_lora_weights``: asked of the installed version."""
+    if init is None or isinstance(init, bool):
+        return False
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        layer = nn.Linear(8, 8, bias=False)
+        before = layer.weight.detach().clone()
+        try:
+            get_peft_model(nn.Sequential(layer), LoraConfig(r=2, target_modules=['0'], init_lora_weights=init))
+        except Exception:  # it needs data or packages, to fit the adapter to the base
+            return True
+    return not torch.equal(layer.weight, before)
+
+
+def dtype_of_frozen(config: RunConfig | None, stored: Mapping[str, StoredTensor], held: Collection[str]) -> str | None:
+    """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing tells.
+
+    It is that of frozen weights in the checkpoint; else that in the run's config, with which the model was loaded; else
+    that of a 16-bit adapter. peft makes adapters of 16-bit models in fp32 by default, so fp32 says nothing.
+
+    Args:
+        stored: The tensors of the checkpoint, by each of their names.
+        held: Names of those that are frozen.
+    """
+    frozen = Counter(stored[name].dtype for name in held if is_float(stored[name].dtype))
+    if frozen:
+        return frozen.most_common(1)[0][0]
+    model = {} if config is None or config.model is None else config.model
+    llm = None if 'visual_encoder' in model else model.get('llm')  # which may have another dtype
+    named = (llm.get('torch_dtype') or llm.get('dtype')) if isinstance(llm, Mapping) else None
+    if isinstance(named, str) and named.removeprefix('torch.') in CODES_BY_NAME:
+        return CODES_BY_NAME[named.removeprefix('torch.')]
+    trained = {tensor.dtype for tensor in stored.values() if is_float(tensor.dtype)}
+    return trained.pop() if len(trained) == 1 and trained <= {'BF16', 'F16'} else None
