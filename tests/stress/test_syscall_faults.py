@@ -37,17 +37,21 @@ class SmallRun:
     def __init__(self, parent: Path, max_keep: int = 1) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        from tests.helpers.engines import make_saver
-
         parent.mkdir()
         self.model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
         self.alone = Collective()
-        self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
-        self.saver.prepare()
+        self.make_saver()
         self.parent, self.max_keep = parent, max_keep
         self.number = 0
         for _ in range(max_keep):
             self.start_save_stop()
+
+    def make_saver(self) -> None:
+        """In each process: a forked child has none of its threads."""
+        from tests.helpers.engines import make_saver
+
+        self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
+        self.saver.prepare()
 
     def folder(self) -> CheckpointFolder:
         return CheckpointFolder(self.parent / NAME, self.max_keep)
@@ -72,6 +76,7 @@ class SmallRun:
         """Run a child that is killed at its ``nth`` call; returns whether it got that far."""
         child = os.fork()
         if child == 0:
+            self.make_saver()
             with fault(CHANGES, self.parent, KILL, first=nth):
                 self.start_save_stop()
             os._exit(0)
