@@ -223,6 +223,7 @@ def test_trainer(finished, stage, tmp_path):
     assert_same_config(folder, checkpoint, **own_path, use_cache=True)  # Trainer may have set it to false
 
 
+@pytest.mark.modern_only  # the Trainer of XTuner's stack fails with adapters: its scheduler has other groups
 @pytest.mark.parametrize('name', WITH_TOKENS)
 def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished, name, tmp_path):
     check(finished[1], name)
@@ -241,6 +242,7 @@ def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished,
         assert config_of(without) == config_of(folder / 'run' / 'hf_model')
 
 
+@pytest.mark.modern_only
 def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finished, tmp_path, capsys):
     check(finished[1], 'tokens_lora_zero3')
     checkpoint = finished[0] / 'tokens_lora_zero3' / 'run' / 'checkpoint-2'
@@ -250,6 +252,7 @@ def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finishe
         assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.modern_only
 def test_resized_embeddings_that_are_trained_copies(finished, tmp_path):
     """What they replace is lost, and not needed."""
     check(finished[1], 'tokens_trained_zero3')
