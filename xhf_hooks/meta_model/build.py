@@ -101,8 +101,11 @@ class MetaModel:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
         names, place = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
         found = BaseWeights() if place is None else weights_of_base(type(model), of_base, place)
-        if found.conversions is not None:  # save_pretrained reverts them
-            model._weight_conversions = found.conversions
+        conversions = found.conversions
+        if conversions is None and all(found.tensors.keys() & set(each) for each in names.values()):
+            conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
+        if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
+            model._weight_conversions = conversions
         self.bases.append(Base(folder, names, found.tensors))
         self.notes += found.notes
         return model
