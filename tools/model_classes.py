@@ -3,7 +3,7 @@
 
 Run it in an environment with the project and a transformers version:
 
-    python tools/model_classes.py                       all, in less than 10 minutes
+    python tools/model_classes.py                       all, in 10 to 11 minutes
     python tools/model_classes.py LlamaForCausalLM ...  these
 
 Models are built on the meta device from their default configs, with few layers and experts where the class accepts
