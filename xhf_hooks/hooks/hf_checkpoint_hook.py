@@ -149,14 +149,16 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
 
         Rank 0 decides: the validation loss, for one, is not reduced over ranks (mmengine ``runner/loops.py``).
         """
-        collective, best, found = self._saves.collective, self._best, []
-        with collective.stage('comparing scores'):
-            if collective.rank == 0 and metrics:
-                better = best.improved(metrics, hub).items()
-                found = [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in better]
-            elif collective.rank == 0:
+        best = self._best
+
+        def compare() -> list[tuple[str, float, str, dict[str, Any]]]:
+            if not metrics:
                 self._log.warning('save_best: this validation has no results to compare')
-        return collective.broadcast(found)
+                return []
+            better = best.improved(metrics, hub).items()
+            return [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in better]
+
+        return self._saves.collective.from_rank0('comparing scores', compare)
 
     def _learn_of_best(self, hub: MessageHub) -> None:
         """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""

@@ -142,11 +142,9 @@ def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tu
     lora = adapter_config_in(folder)
     base = base or lora.base_model_name_or_path
     config = load_config(str(base), trust_remote_code=trust_remote_code, why='the base model')
-    name, tensors, fitted = (
-        class_for_adapter(lora, config),
-        load_peft_weights(str(folder), device='cpu'),
-        copy.deepcopy(config),
-    )
+    name = class_for_adapter(lora, config)
+    tensors = load_peft_weights(str(folder), device='cpu')
+    fitted = copy.deepcopy(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     fit_config(fitted, build(fitted, name, trust_remote_code=trust_remote_code), shapes)
     if config.num_labels != fitted.num_labels:
