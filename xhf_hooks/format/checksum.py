@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ except ImportError:
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_READ_NBYTES = 2**20
 _POLYNOMIAL = 0xEDB88320  # of CRC-32; the highest power is the lowest bit
 _crc32 = (isal_zlib or zlib).crc32
 
@@ -114,3 +116,16 @@ def _count(words: np.ndarray, mask: int, least: int) -> int:
     if words.max() < sign + least and (not sign or words.view(f'i{words.itemsize}').max() < least):
         return 0
     return int(np.count_nonzero((words & words.dtype.type(mask)) >= least))
+
+
+def file_size_and_crc32(path: Path) -> tuple[int, int]:
+    """Bytes of a file, and their CRC-32.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    nbytes = found = 0
+    with path.open('rb', buffering=0) as file:
+        while data := file.read(_READ_NBYTES):
+            nbytes, found = nbytes + len(data), crc32(memoryview(data), found)
+    return nbytes, found

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.checksum import file_size_and_crc32
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, read_commit
 from xhf_hooks.system.calls import renameat2
 
@@ -78,7 +78,6 @@ def exchange(one: Path, other: Path) -> bool:
 
 #: linux/fs.h, ioctl_ficlone(2); Python 3.12 and newer have it.
 _FICLONE = getattr(fcntl, 'FICLONE', 0x40049409)
-_READ_NBYTES = 2**20
 
 
 def clone(source: Path, to: Path) -> bool:
@@ -125,17 +124,9 @@ class KeptSave:
                     continue
                 has_changed = now.st_size != before.st_size
                 if not has_changed and now.st_mtime_ns != before.st_mtime_ns:
-                    has_changed = _crc32_of(path) != saved.crc32
+                    has_changed = file_size_and_crc32(path)[1] != saved.crc32
                 changed += [path] * has_changed
         return changed
-
-
-def _crc32_of(path: Path) -> int:
-    found = 0
-    with path.open('rb', buffering=0) as file:
-        while data := file.read(_READ_NBYTES):
-            found = crc32(data, found)
-    return found
 
 
 def keep_folder(folder: Path) -> KeptSave:

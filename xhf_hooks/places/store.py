@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
-from xhf_hooks.format.checksum import crc32, to_hex
+from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
 from xhf_hooks.system.calls import naming
 
 _FORMAT_VERSION = 2
-_READ_NBYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -360,10 +359,8 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
         DamagedError: It does not match the manifest, so it is not uploaded.
         StoreError: It was not stored.
     """
-    found = nbytes = 0
-    with naming(path), path.open('rb', buffering=0) as file:
-        while data := file.read(_READ_NBYTES):
-            found, nbytes = crc32(memoryview(data), found), nbytes + len(data)
+    with naming(path):
+        nbytes, found = file_size_and_crc32(path)
     if (nbytes, found) != (record.nbytes, record.crc32):
         raise DamagedError(
             f'{path}: changed since the save: expected {record.nbytes} bytes with CRC-32 {to_hex(record.crc32)}, '
