@@ -47,7 +47,7 @@ need_debian_packages() {
 compile_operators() {
     use_env .venv
     rm -f .torch_extensions/*/lock
-    nice python -c 'from tests.helpers.simulated_device import extension; extension()'
+    nice python -c 'from tests.helpers.ranks.simulated_device import extension; extension()'
     rm -f "$TORCH_EXTENSIONS_DIR/async_io/lock"
     local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
     CXX_ITSELF=$(command -v c++)
@@ -107,7 +107,7 @@ measure_coverage() {
     # Nearly free if Python reports each line only once
     python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && export COVERAGE_CORE=sysmon
     echo '== line coverage of the unit tests, without fully covered files'
-    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/concurrency --ignore=tests/unit/background
+    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/system --ignore=tests/unit/background
     python -m coverage report
 }
 

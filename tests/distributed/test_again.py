@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers import frontends as doors
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import frontends as doors
 
 WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
@@ -84,7 +84,7 @@ def runner_again(root: Path) -> list[Any]:
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
 
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     interrupt = [RuntimeError('training failed')]
 

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import convert
-from tests.helpers.ranks import REPO_ROOT, run_program
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.converted import convert
+from tests.helpers.ranks.launch import REPO_ROOT, run_program
+from tests.helpers.ranks.scenarios import check, run_scenarios
 from xhf_hooks.cli import verify
 
 LORA = dict(model=dict(lora=True))
@@ -37,7 +37,7 @@ def trained(options: dict[str, Any], work_dir: Path) -> str:
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     # With enough memory, DeepSpeed 0.18 flattens parameters with their autograd graph; gloo cannot gather into that.
     # With little memory it does as versions before and after.
@@ -88,7 +88,7 @@ def sharded_by_torch(folder: Path) -> str:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks import save_hf
     from xhf_hooks.errors import XhfError
 

@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_hook_runs import log_dir_of, log_of, run, saves
-from tests.helpers import ending_run
-from tests.helpers.compare import folder_tensors
-from tests.helpers.engines import zero_engine
-from tests.helpers.ranks import run_program
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.ranks.launch import run_program
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import ending_run
+from tests.helpers.runs.engines import zero_engine
 
 EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 LAST = 5
@@ -51,8 +51,8 @@ def direct(root: Path) -> dict[str, int]:
     """
     import torch
 
-    from tests.helpers.engines import make_saver
-    from tests.helpers.zoo.llamas import larger_llama
+    from tests.helpers.models.zoo.llamas import larger_llama
+    from tests.helpers.runs.engines import make_saver
     from xhf_hooks.collective import Collective
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step

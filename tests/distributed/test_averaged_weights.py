@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
-from tests.helpers.compare import folder_tensors
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.ranks.scenarios import check, run_scenarios
 from xhf_hooks.cli.verify import main as verify
 
 EMA = dict(type='EMAHook', momentum=0.1)
@@ -51,7 +51,7 @@ def run(
     **options: Any,
 ) -> str:
     """A run, which notes the weights that validation scores; gives its log_dir. Runs on: all ranks."""
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     _register_note()
     if scores is not None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run, saves
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.ranks.scenarios import check, run_scenarios
 
 BEST = dict(save_best='acc')
 #: Name to (options of a run, scores of each part, and after each part the folders and the iterations they are of).
@@ -79,7 +79,7 @@ def ranks_disagree(work_dir: Path) -> tuple[str, float]:
     from mmengine.registry import MODELS
     from mmengine.structures import BaseDataElement
 
-    from tests.helpers.toy_run import ToyLM, run_config, train
+    from tests.helpers.runs.toy_run import ToyLM, run_config, train
 
     class Scored(ToyLM):
         n_batches = 0

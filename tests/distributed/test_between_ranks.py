@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.peak_sampler import PeakSampler
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.peak_sampler import PeakSampler
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import save_folder, zero_engine
 
 N_RANKS = 3
 BUCKET_NBYTES = 16 * 10**6
@@ -36,7 +36,7 @@ def save_and_count(stage: int, root: Path) -> dict[str, dict[str, int]]:
     """By way to save: bytes that this rank sends, whole tensors that it gathers, its memory. Runs on: all ranks."""
     import torch
 
-    from tests.helpers.zoo.llamas import larger_llama
+    from tests.helpers.models.zoo.llamas import larger_llama
     from xhf_hooks.collective import Collective
     from xhf_hooks.sources import Source, Zero3Source
 
@@ -81,7 +81,7 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     """
     import torch.distributed as dist
 
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
     from xhf_hooks.errors import AgreedError
     from xhf_hooks.places.who_writes import WhoWrites
@@ -155,7 +155,7 @@ def differing(way: str, root: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks.errors import XhfError
 
     model = odd_llama(bf16=True)
@@ -175,7 +175,7 @@ def buffers_are_of_rank_0(root: Path) -> bool:
     import torch
     import torch.distributed as dist
 
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks import save_hf
 
     model = odd_llama(batch_norm=True)
@@ -257,7 +257,7 @@ def test_the_ranks_group_needs_no_backend_of_the_runs_device(saved):
 
 @pytest.mark.parametrize('way', WAYS)
 def test_different_copies_are_not_stitched_together(saved, way):
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
 
     root, found = saved
     outcomes = check(found, way)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_equivalence import build_model
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import convert
-from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.fsdp_runs import config_alone
-from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.converted import convert
+from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import save_folder, zero_engine
+from tests.helpers.runs.fsdp_runs import config_alone
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 
@@ -78,7 +78,7 @@ RUNS = {'first': False, 'load_from': True, 'load_from and resume': True}
 
 def go_on(folder: Path) -> None:
     """A run, one that begins with its weights, and one that resumes that. Runs on: all ranks."""
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     begins: list[dict[str, Any]] = [
         dict(max_iters=4),

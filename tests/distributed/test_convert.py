@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.adapted import EXPERTS, assert_rounded_once, is_known_to_peft
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.config_fields import assert_same_config, config_fields
-from tests.helpers.converted import assert_same_files, config_of, convert
-from tests.helpers.frontends import trainer_run
-from tests.helpers.old_runs import (
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config, config_fields
+from tests.helpers.checks.converted import assert_same_files, config_of, convert
+from tests.helpers.models.adapted import EXPERTS, assert_rounded_once, is_known_to_peft
+from tests.helpers.models.zoo import available
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.frontends import trainer_run
+from tests.helpers.runs.old_runs import (
     MIXED_WAYS,
     MMENGINE_RUNS,
     accelerate_run,
@@ -26,9 +28,7 @@ from tests.helpers.old_runs import (
     trained_alone,
     trainer_with_tokens,
 )
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zero_config import zero_config
-from tests.helpers.zoo import available
+from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.cli.convert import main
 
 MODES = ('adapter', 'both')
@@ -69,7 +69,7 @@ LOST_TOKENS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def trained_by_trainer(stage: int, folder: Path) -> None:
     """``folder/checkpoint-2``, which also holds the model that Trainer saved. Runs on: all ranks."""
-    from tests.helpers.zoo import build
+    from tests.helpers.models.zoo import build
 
     gather = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
     arguments = dict(max_steps=2, save_strategy='steps', save_steps=2, model=build('qwen2'))

@@ -1,7 +1,7 @@
 """Weights on a device: the bytes of save_pretrained, one bucket of device memory, and no device but the rank's own.
 
-The device is simulated (:mod:`tests.helpers.simulated_device`): what is wrong on a GPU now and then is so every time.
-Nothing is trained before a save's outcome, since that would synchronise the device in its place.
+The device is simulated (:mod:`tests.helpers.ranks.simulated_device`): what is wrong on a GPU now and then
+is so every time. Nothing is trained before a save's outcome, since that would synchronise the device in its place.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.compare import folder_tensors
-from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import save_folder, zero_engine
 
 BUCKET_NBYTES = 64_000
 OFFLOAD: dict[str, Any] = dict(device='cpu', pin_memory=True)
@@ -45,8 +45,8 @@ MUTATIONS = ('synchronize does nothing', 'the copy is not waited for', 'numpy wi
 def build_model(lora: bool = False) -> Any:
     import torch
 
-    from tests.helpers.adapted import adapt
-    from tests.helpers.zoo.llamas import llama
+    from tests.helpers.models.adapted import adapt
+    from tests.helpers.models.zoo.llamas import llama
 
     model = llama(hidden_size=64, intermediate_size=172, vocab_size=99, attn_implementation='eager')
     return adapt(model, torch.bfloat16) if lora else model.to(torch.bfloat16)
@@ -110,7 +110,7 @@ def save_and_measure(model: Any, folder: Path, **how: Any) -> dict[str, Any]:
     """What the save does to the device. Runs on: all ranks."""
     import torch
 
-    from tests.helpers.simulated_device import extension
+    from tests.helpers.ranks.simulated_device import extension
 
     before, counted = torch.sim.memory_allocated(), Counter(extension().counts())
     torch.sim.reset_peak_memory_stats()
@@ -161,9 +161,9 @@ def train_with_hook(root: Path) -> set[int]:
     """
     import torch
 
-    from tests.helpers.simulated_device import extension
-    from tests.helpers.toy_run import run_config, train
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.ranks.simulated_device import extension
+    from tests.helpers.runs.toy_run import run_config, train
 
     hook = dict(interval=1, by_epoch=False, async_save=True, save_best='acc', rule='greater')
     zero = dict(reduce_bucket_size=50_000)
@@ -177,7 +177,7 @@ def train_with_hook(root: Path) -> set[int]:
 @contextmanager
 def mutated(mutation: str) -> Iterator[None]:
     """A mistake of a kind that does not show on the CPU, put into the package or the device."""
-    from tests.helpers.simulated_device import extension
+    from tests.helpers.ranks.simulated_device import extension
     from xhf_hooks.sources import read
     from xhf_hooks.system.memory import SnapshotMemory
 
@@ -228,7 +228,7 @@ def save_without_memory(root: Path) -> str:
     import torch
     import torch.distributed as dist
 
-    from tests.helpers.simulated_device import extension
+    from tests.helpers.ranks.simulated_device import extension
     from xhf_hooks.errors import AgreedError
 
     model = on_device(build_model(), 'zero3')

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.ranks import HANG_SECS, run_program
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.ranks.launch import HANG_SECS, run_program
 
 STEP = 2
 
@@ -30,7 +30,7 @@ class Run:
     """One run, in this process."""
 
     def __init__(self, work_dir: Path, **options: Any) -> None:
-        from tests.helpers.zoo.llamas import odd_llama
+        from tests.helpers.models.zoo.llamas import odd_llama
         from xhf_hooks.options import RunOptions
         from xhf_hooks.saves.manager import CheckpointManager
         from xhf_hooks.saves.telemetry import RunLog

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.compare import folder_tensors
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import save_folder, zero_engine
 
 ENGINES: dict[str, dict[str, Any]] = {
     'zero0': dict(stage=0),
@@ -54,7 +54,7 @@ FROZEN = [param for param in CASES if 'frozen' in param.id]
 
 def build_model(kind: str) -> Any:
     """A bf16 Llama; ``frozen`` has its embedding and first layer frozen."""
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
 
     model = odd_llama(tied=kind == 'tied', bf16=True)
     if kind == 'frozen':

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.ranks import HANG_SECS, run_program
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.ranks.launch import HANG_SECS, run_program
 
 
 def become(work: Callable[[], None], number: int | None = None) -> int:
@@ -37,7 +37,7 @@ def become(work: Callable[[], None], number: int | None = None) -> int:
 
 def main() -> None:
     """A run that forks during a background save; prints how each child and the save ended."""
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks.options import RunOptions
     from xhf_hooks.places.lock import RunLock
     from xhf_hooks.planning.types import Step

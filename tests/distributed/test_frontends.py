@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers import frontends as doors
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zero_config import zero_config
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.zero_config import zero_config
 
 WRITERS = ('stream', 'parallel', 'positional')
 #: What Accelerate and Trainer need for weights of their own.

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import frontends as doors
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.converted import convert
-from tests.helpers.fsdp_runs import accelerates, config_alone, plain_dcp, shard, strategy_run
-from tests.helpers.model_folder import edit_json
-from tests.helpers.read_checkpoint import open_checkpoint
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llamas import larger_llama, odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.checks.converted import convert
+from tests.helpers.checks.read_checkpoint import open_checkpoint
+from tests.helpers.models.model_folder import edit_json
+from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.fsdp_runs import accelerates, config_alone, plain_dcp, shard, strategy_run
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.compare import assert_loads_clean
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import assert_loads_clean
+from tests.helpers.ranks.scenarios import check, run_scenarios
 
 #: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
 READS_OWN_CHECKPOINTS = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
@@ -62,7 +62,7 @@ SCHEDULES: dict[str, tuple[dict[str, int], list[str], list[str]]] = {
 
 def run(options: dict[str, Any], work_dir: Path) -> str:
     """Runs on: all ranks."""
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     return train(run_config(work_dir, **options)).log_dir
 
@@ -99,7 +99,7 @@ def with_tokenizer(source: str, work_dir: Path) -> str:
 
 def refusal_of(train: Callable[[], Any]) -> str:
     """The message of a run that must not start. Runs on: all ranks."""
-    from tests.helpers.toy_run import ToyLM
+    from tests.helpers.runs.toy_run import ToyLM
     from xhf_hooks.errors import XhfError
 
     with (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.adapted import assert_rounded_once
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import names_read, save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llava import TinyLlava, save_bases
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.adapted import assert_rounded_once
+from tests.helpers.models.zoo.llava import TinyLlava, save_bases
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import names_read, save_folder, zero_engine
 
 #: Options of the model, and the trained parts besides the projector to the folders that they have in XTuner's layout.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.adapted import EXPERTS, adapt, assert_rounded_once, is_known_to_peft, merged_by_peft
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import names_read, save_folder, zero_engine
-from tests.helpers.fsdp_runs import shard
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.adapted import EXPERTS, adapt, assert_rounded_once, is_known_to_peft, merged_by_peft
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import names_read, save_folder, zero_engine
+from tests.helpers.runs.fsdp_runs import shard
 
 ENGINES: dict[str, dict[str, Any]] = {
     'zero2': dict(stage=2),
@@ -76,7 +76,7 @@ def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    from tests.helpers.zoo import build
+    from tests.helpers.models.zoo import build
 
     root = tmp_path_factory.mktemp('lora')
     for family in ('llama', 'mixtral'):

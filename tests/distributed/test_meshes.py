@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import frontends as doors
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.engines import save_folder
-from tests.helpers.fsdp_runs import shard
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo.llamas import llama, odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.zoo.llamas import llama, odd_llama
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.engines import save_folder
+from tests.helpers.runs.fsdp_runs import shard
 
 N_RANKS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def save_all_ways_of_transformers(name: str, root: Path) -> set[str]:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from tests.helpers.zoo import DECODER, build
+    from tests.helpers.models.zoo import DECODER, build
 
     family, how = of_transformers()[name]
     sizes = dict(vocab_size=132, hidden_size=32, intermediate_size=36, num_key_value_heads=4)

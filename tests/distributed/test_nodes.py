@@ -8,9 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.helpers import namespaces
-from tests.helpers.compare import assert_loads_clean
-from tests.helpers.ranks import run_ranks
+from tests.helpers.checks.compare import assert_loads_clean
+from tests.helpers.ranks import namespaces
+from tests.helpers.ranks.launch import run_ranks
 
 RANKS_PER_NODE = 2
 
@@ -24,7 +24,7 @@ def train_on_two_nodes(root: Path) -> tuple[str, list[str]]:
         mount_own_disk(root / 'runs', root / 'meeting')
     import deepspeed
 
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     deepspeed.init_distributed(dist_backend='gloo')
     hook = dict(interval=2, by_epoch=False)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import engines
-from tests.helpers.compare import folder_tensors
-from tests.helpers.engines import zero_engine
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs import engines
+from tests.helpers.runs.engines import zero_engine
 
 N_BUFFERS = 5  # DeepSpeed's default; fewer than there are parameters on NVMe
 BUCKET_SIZE = 250_000  # an eighth of a parameter
@@ -37,7 +37,7 @@ def build_engine(name: str, root: Path) -> Any:
     """Around a bf16 Llama with 11 parameters of a million elements, 4 of them frozen."""
     import torch
 
-    from tests.helpers.zoo.llamas import llama
+    from tests.helpers.models.zoo.llamas import llama
 
     sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4)
     model = llama(vocab_size=2048, **sizes).to(torch.bfloat16)

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.adapted import adapt, assert_rounded_once
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import names_read, save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zero_config import zero_config
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.adapted import adapt, assert_rounded_once
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import names_read, save_folder, zero_engine
+from tests.helpers.runs.zero_config import zero_config
 
 pytestmark = pytest.mark.modern_only
 N_RANKS = 4
@@ -28,7 +28,7 @@ WAYS = {
 
 def build_model(tied: bool = False, fused: bool = False) -> Any:
     """With heads and rows that are not even over the ranks, and biases; or with one matrix for gates and values."""
-    from tests.helpers.zoo import DECODER, ODD_DECODER, build
+    from tests.helpers.models.zoo import DECODER, ODD_DECODER, build
 
     if fused:
         return build('', models={'': ('Phi3ForCausalLM', 'Phi3Config', {**DECODER, 'intermediate_size': 78})})
@@ -112,7 +112,7 @@ def save_with_trainer(root: Path) -> None:
     """Train with Trainer and its callback, whose own checkpoint has no weights under AutoTP."""
     import torch.distributed as dist
 
-    from tests.helpers import frontends as doors
+    from tests.helpers.runs import frontends as doors
 
     config = zero_config(1, sections={'tensor_parallel': {'autotp_size': 2}})
     with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
@@ -136,7 +136,7 @@ def save_sequence_parallel(root: Path) -> set[str]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from tests.helpers.zoo.llamas import llama
+    from tests.helpers.models.zoo.llamas import llama
 
     model, n_parts = llama(num_key_value_heads=2), 2
     with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping):
@@ -174,7 +174,7 @@ def with_auto_ep() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
     from transformers.utils import output_capturing
 
-    from tests.helpers.zoo import DECODER
+    from tests.helpers.models.zoo import DECODER
 
     model = MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4))
     section = dict(enabled=True, autoep_size=2, preset_model='mixtral')
@@ -188,7 +188,7 @@ def with_auto_ep() -> Any:
 def with_experts() -> Any:
     from deepspeed.moe.layer import MoE
 
-    from tests.helpers.zoo.llamas import llama
+    from tests.helpers.models.zoo.llamas import llama
 
     model = llama()
     block = model.model.layers[1]

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_hook_runs import run, saves
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.frontends import trainer_run
-from tests.helpers.ranks import run_ranks
-from tests.helpers.requesting_run import RandomSignals
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zero_config import zero_config
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.frontends import trainer_run
+from tests.helpers.runs.requesting_run import RandomSignals
+from tests.helpers.runs.zero_config import zero_config
 
 N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.faulty_proxy import AwayFor, EachInTurn, Fault, faulty_proxy
-from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.stored_saves import bytes_in, download_newest
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.stored_saves import bytes_in, download_newest
+from tests.helpers.faults.proxy import AwayFor, EachInTurn, Fault, faulty_proxy
+from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, s3_server
+from tests.helpers.ranks.scenarios import check, run_scenarios
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, run_scenarios
 
 #: Stage, and fields of zero_optimization: small parameters may stay whole on every rank between iterations.
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +33,7 @@ def train_both(stage: int, zero: dict[str, Any], root: Path) -> None:
     """
     import deepspeed
 
-    from tests.helpers.toy_run import run_config, train
+    from tests.helpers.runs.toy_run import run_config, train
 
     start = deepspeed.comm.all_gather_into_tensor
 
@@ -56,7 +56,7 @@ def count_missing(persistent: bool) -> dict[str, int]:
     import torch
     from torch import nn
 
-    from tests.helpers.engines import zero_engine
+    from tests.helpers.runs.engines import zero_engine
     from xhf_hooks.sources import source_for
 
     model = nn.Module()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import names_read, save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zero_config import zero_config
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import names_read, save_folder, zero_engine
+from tests.helpers.runs.zero_config import zero_config
 
 N_RANKS, GROUP_SIZE = 4, 2
 WAYS = {
@@ -24,7 +24,7 @@ WAYS = {
 def build_model(lora: bool = False) -> Any:
     import torch
 
-    from tests.helpers.zoo.llamas import llama
+    from tests.helpers.models.zoo.llamas import llama
 
     model = llama(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4)
     for name, parameter in model.named_parameters():

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.adapted import adapted, merged_by_peft
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.converted import convert
-from tests.helpers.engines import save_folder, zero_engine
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.zoo import FAMILIES, available, build
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.checks.converted import convert
+from tests.helpers.models.adapted import adapted, merged_by_peft
+from tests.helpers.models.zoo import FAMILIES, available, build
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import save_folder, zero_engine
 from xhf_hooks.cli.verify import main as verify
 
 #: Left out, since they are Llamas here; tests/unit/exporters/test_families.py has many more.

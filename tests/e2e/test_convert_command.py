@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.compare import folder_tensors
-from tests.helpers.ranks import run_program
-from tests.helpers.zoo import build
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.models.zoo import build
+from tests.helpers.ranks.launch import run_program
 from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
 
 

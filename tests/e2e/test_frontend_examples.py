@@ -7,8 +7,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.model_folder import save_model
-from tests.helpers.ranks import REPO_ROOT, run_program
+from tests.helpers.models.model_folder import save_model
+from tests.helpers.ranks.launch import REPO_ROOT, run_program
 from xhf_hooks.cli.verify import main
 
 EXAMPLES = sorted((REPO_ROOT / 'configs' / 'frontends').glob('*.py'))

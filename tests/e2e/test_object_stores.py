@@ -7,7 +7,7 @@ import random
 import pytest
 from fsspec import get_filesystem_class
 
-from tests.helpers.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
+from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, s3_server
 from xhf_hooks.errors import StoreError
 from xhf_hooks.places import objects
 from xhf_hooks.places.objects import Store

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers.ranks import REPO_ROOT
-from tests.helpers.reader import read_processor, read_tokenizer
-from tests.helpers.zoo import MODELS as ZOO
+from tests.helpers.checks.reader import read_processor, read_tokenizer
+from tests.helpers.models.zoo import MODELS as ZOO
+from tests.helpers.ranks.launch import REPO_ROOT
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.tokenizer import load_tokenizer, write_tokenizer
 from xhf_hooks.sources import source_for

@@ -15,8 +15,8 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
-from tests.helpers.model_folder import save_tokenizer
-from tests.helpers.ranks import run_program, run_ranks
+from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.ranks.launch import run_program, run_ranks
 from xhf_hooks import HFCheckpointHook
 from xhf_hooks.cli import verify
 
@@ -171,10 +171,10 @@ def test_what_stands_alone_can_be_used():
 
 def test_a_server_loads_each_save(tmp_path):
     """While two ranks train: every folder that the recipe names is whole, and stays so after newer saves."""
-    from tests.helpers import frontends as doors
-    from tests.helpers.compare import folder_tensors
-    from tests.helpers.serving import serving
-    from tests.helpers.zero_config import zero_config
+    from tests.helpers.checks.compare import folder_tensors
+    from tests.helpers.checks.serving import serving
+    from tests.helpers.runs import frontends as doors
+    from tests.helpers.runs.zero_config import zero_config
 
     found: dict[str, Any] = {}
     newest = tmp_path / 'hf_model'
@@ -226,9 +226,9 @@ def accelerate_loop(lines: str, folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from tests.helpers import frontends as doors
-    from tests.helpers.zero_config import zero_config
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs import frontends as doors
+    from tests.helpers.runs.zero_config import zero_config
 
     (folder / 'zero3.json').write_text(json.dumps(zero_config(3)))
     model = odd_llama()
@@ -253,7 +253,7 @@ def test_the_accelerate_loop_saves(tmp_path):
 def test_the_example_exporter_is_chosen(monkeypatch):
     from torch import nn
 
-    from tests.helpers.zoo import build
+    from tests.helpers.models.zoo import build
     from xhf_hooks.exporters import exporter_for
     from xhf_hooks.registry import EXPORTERS
     from xhf_hooks.sources import source_for

@@ -17,9 +17,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from tests.helpers.families import MODELS
-from tests.helpers.model_folder import edit_json, flip, save_with_manifest
-from tests.helpers.zoo import build
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import edit_json, flip, save_with_manifest
+from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
 

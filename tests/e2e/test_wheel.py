@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.model_folder import save_model
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.model_folder import save_model
+from tests.helpers.ranks.launch import REPO_ROOT
 
 #: What an environment with only the required packages lacks.
 LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'isal')

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.ranks import HANG_SECS, start_process
-from tests.helpers.tiny_checkpoint import commit_one, put_partial, put_whole, visible
+from tests.helpers.ranks.launch import HANG_SECS, start_process
+from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets, sweep_dead_runs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import new_name

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.ranks import run_ranks
-from tests.helpers.zoo.llamas import llama, odd_llama
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.zoo.llamas import llama, odd_llama
+from tests.helpers.ranks.launch import run_ranks
 
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 900
@@ -49,7 +49,7 @@ def lose_while_saving(dead_rank: int, writer: str, owner: str, method: str, root
     """A rank dies in its third call of a method; in the background if that is one of Collective. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from tests.helpers.engines import make_saver, save_folder, zero_engine
+    from tests.helpers.runs.engines import make_saver, save_folder, zero_engine
     from xhf_hooks import collective, sources
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, run_scenarios
 
 WORLD_SIZE = 2
 WAYS = [
@@ -58,9 +58,9 @@ class Run:
         import torch
         import torch.distributed as dist
 
-        from tests.helpers.faults_everywhere import faults_of_this_process
-        from tests.helpers.zero_config import zero_config
-        from tests.helpers.zoo.llamas import odd_llama
+        from tests.helpers.faults.everywhere import faults_of_this_process
+        from tests.helpers.models.zoo.llamas import odd_llama
+        from tests.helpers.runs.zero_config import zero_config
         from xhf_hooks.collective import Collective
         from xhf_hooks.options import HookOptions
         from xhf_hooks.saves.manager import CheckpointManager
@@ -89,7 +89,7 @@ class Run:
 
     def save(self) -> str:
         """What came of a save; empty when all is well."""
-        from tests.helpers.kill_runs import fill
+        from tests.helpers.faults.kill_runs import fill
         from xhf_hooks.planning.types import Step
 
         self.number += 1

@@ -24,9 +24,9 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.assert_intact import check_all, hidden
-from tests.helpers.fault_layer import fault, launch, no_exchange
-from tests.helpers.scenarios import check
+from tests.helpers.checks.assert_intact import check_all, hidden
+from tests.helpers.faults.fault_layer import fault, launch, no_exchange
+from tests.helpers.ranks.scenarios import check
 
 WORLD_SIZE = 3
 LAST = WORLD_SIZE - 1
@@ -72,9 +72,9 @@ class Run:
         import deepspeed
         import torch
 
-        from tests.helpers.engines import make_saver
-        from tests.helpers.zero_config import zero_config
-        from tests.helpers.zoo.llamas import odd_llama
+        from tests.helpers.models.zoo.llamas import odd_llama
+        from tests.helpers.runs.engines import make_saver
+        from tests.helpers.runs.zero_config import zero_config
         from xhf_hooks.collective import Collective
         from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
@@ -90,7 +90,7 @@ class Run:
 
     def save(self, number: int, injected: AbstractContextManager[Any] = nullcontext()) -> str:  # noqa: B008
         """What came of it; empty when all is well."""
-        from tests.helpers.kill_runs import fill
+        from tests.helpers.faults.kill_runs import fill
         from xhf_hooks.errors import XhfError
         from xhf_hooks.planning.types import Step
 
@@ -262,8 +262,8 @@ def refused(finals: list[Path], *, may_write: bool = True) -> list[str]:
     Args:
         may_write: Else, not where others alone may, although it is root's process.
     """
-    from tests.helpers.engines import save_folder
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs.engines import save_folder
     from xhf_hooks.errors import XhfError
 
     messages = []
@@ -294,7 +294,7 @@ def _held_to_permissions() -> Iterator[None]:
 
 def few_open_files(parent: Path) -> list[str]:
     """A file for each tensor, with a low soft limit, then with a low hard one, for good. Runs on: all ranks."""
-    from tests.helpers.engines import make_saver
+    from tests.helpers.runs.engines import make_saver
 
     run, messages = Run(parent), []
     assert run.save(1) == ''  # whatever is imported and connected first
@@ -324,8 +324,8 @@ def other_model(parent: Path) -> str:
     """Another one on one rank. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from tests.helpers.engines import save_folder
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs.engines import save_folder
     from xhf_hooks.errors import RanksDifferError
 
     with pytest.raises(RanksDifferError) as caught:

@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 
-from tests.helpers.kill_runs import NAME, Kind, live_and_die, next_start
+from tests.helpers.faults.kill_runs import NAME, Kind, live_and_die, next_start
 
 #: Each writer, both signals, all ranks and one, in the background and not, at ZeRO-3 and not.
 KINDS = [

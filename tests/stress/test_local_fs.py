@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import NOT_TESTED
-from tests.helpers import network_saves as saves
-from tests.helpers.kill_runs import NAME
-from tests.helpers.network_saves import Way
-from tests.helpers.processes import environment
-from tests.helpers.ranks import HANG_SECS
-from tests.helpers.scenarios import check, run_scenarios
-from tests.helpers.tiny_checkpoint import commit_one, content, iteration
+from tests.helpers.faults import network_saves as saves
+from tests.helpers.faults.kill_runs import NAME
+from tests.helpers.faults.network_saves import Way
+from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.ranks.processes import environment
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog

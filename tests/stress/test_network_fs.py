@@ -1,7 +1,7 @@
 """Saves on a network file system whose clients cache names for a minute, looked at from a host that caches nothing.
 
-`tests.helpers.moosefs` says what such a file system is, `tests.helpers.network_saves` what is saved and how it is
-judged. With ``--times 3`` the saves in a row are made three times.
+`tests.helpers.faults.moosefs` says what such a file system is, `tests.helpers.faults.network_saves` what is saved and
+how it is judged. With ``--times 3`` the saves in a row are made three times.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from unittest import mock
 import pytest
 
 from tests.conftest import NOT_TESTED
-from tests.helpers import network_saves as saves
-from tests.helpers.assert_intact import check_all
-from tests.helpers.kill_runs import NAME, tiny_model
-from tests.helpers.moosefs import Host, MooseFS, missing, moosefs
-from tests.helpers.network_saves import Way, look
-from tests.helpers.ranks import run_ranks
-from tests.helpers.scenarios import check, run_scenarios_on_rank
+from tests.helpers.checks.assert_intact import check_all
+from tests.helpers.faults import network_saves as saves
+from tests.helpers.faults.kill_runs import NAME, tiny_model
+from tests.helpers.faults.moosefs import Host, MooseFS, missing, moosefs
+from tests.helpers.faults.network_saves import Way, look
+from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.ranks.scenarios import check, run_scenarios_on_rank
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f'{NOT_TESTED}saves on a network file system: {missing()}'

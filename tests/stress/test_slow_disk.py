@@ -7,8 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.ranks import run_ranks
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.ranks.launch import run_ranks
 
 GROUP_TIMEOUT_SECS = 15  # on a busy machine ranks are seconds apart without a disk
 
@@ -18,8 +18,8 @@ def save_slowly(root: Path) -> float:
     import deepspeed
     import torch.distributed as dist
 
-    from tests.helpers.engines import save_folder, zero_engine
-    from tests.helpers.zoo.llamas import odd_llama
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs.engines import save_folder, zero_engine
     from xhf_hooks.writers.output_file import OutputFile
 
     deepspeed.init_distributed(dist_backend='gloo', timeout=timedelta(seconds=GROUP_TIMEOUT_SECS))

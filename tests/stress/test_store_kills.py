@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from tests.helpers.kill_runs import fill, tiny_model
-from tests.helpers.killed_ranks import WORLD_SIZE, ending, join_group
-from tests.helpers.ranks import start_process
-from tests.helpers.s3_servers import BUCKET, CREDENTIALS, s3_server
+from tests.helpers.faults.kill_runs import fill, tiny_model
+from tests.helpers.faults.proxy import Fault, FaultyProxy, faulty_proxy
+from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
+from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
+from tests.helpers.ranks.launch import start_process
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 

@@ -1,7 +1,8 @@
 """A fault, or the end of the process, at file-system calls of a save: nothing is lost, nothing is partial.
 
-The calls are those that reach the kernel's door (an LD_PRELOAD library, tests/helpers/fault_layer.c), whoever makes
-them: this package, Python, transformers or the safetensors library. Of each kind of fault every fourth call gets it.
+The calls are those that reach the kernel's door (an LD_PRELOAD library, tests/helpers/faults/fault_layer.c), whoever
+makes them: this package, Python, transformers or the safetensors library. Of each kind of fault, every fourth call gets
+it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.assert_intact import check_all, hidden, weight_of
-from tests.helpers.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, launch, no_exchange
-from tests.helpers.scenarios import check
+from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
+from tests.helpers.faults.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, launch, no_exchange
+from tests.helpers.ranks.scenarios import check
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -48,7 +49,7 @@ class SmallRun:
 
     def make_saver(self) -> None:
         """In each process: a forked child has none of its threads."""
-        from tests.helpers.engines import make_saver
+        from tests.helpers.runs.engines import make_saver
 
         self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
         self.saver.prepare()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.ranks import run_program
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.ranks.launch import run_program
 
 HERE = Path(__file__).parent
 

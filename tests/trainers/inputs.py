@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.zero_config import zero_config
+from tests.helpers.runs.zero_config import zero_config
 
 
 def texts() -> list[dict[str, str]]:
-    """Lines of the words that tests.helpers.model_folder.save_tokenizer knows."""
+    """Lines of the words that tests.helpers.models.model_folder.save_tokenizer knows."""
     return [{'text': ' '.join(f'w{(7 * line + word) % 40}' for word in range(20))} for line in range(32)]
 
 

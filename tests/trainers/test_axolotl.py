@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.model_folder import save_model
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.model_folder import save_model
 from tests.trainers.compare import assert_saved, run
 from tests.trainers.inputs import texts, zero3
 

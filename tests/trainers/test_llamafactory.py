@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.model_folder import save_model
+from tests.helpers.models.model_folder import save_model
 from tests.trainers.compare import assert_saved, run
 from tests.trainers.inputs import chats, zero3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.model_folder import save_model
+from tests.helpers.models.model_folder import save_model
 from tests.trainers.compare import HERE, assert_saved, run
 from tests.trainers.inputs import chats, zero3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.model_folder import save_model
+from tests.helpers.models.model_folder import save_model
 from tests.trainers.compare import assert_saved, run
 
 ENGINES = {'zero2': ('deepspeed', 2), 'zero3': ('deepspeed', 3), 'fsdp2': ('torch', None)}

@@ -14,7 +14,7 @@ from accelerate.state import DistributedType, PartialState
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.helpers.zero_config import zero_config
+from tests.helpers.runs.zero_config import zero_config
 from tests.trainers.inputs import pairs, texts, zero3
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 

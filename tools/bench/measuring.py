@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.wire import sent_nbytes
-from tests.helpers.peak_sampler import PeakSampler
+from tests.helpers.checks.peak_sampler import PeakSampler
 from xhf_hooks.system.memory import return_freed_memory
 
 

@@ -18,7 +18,7 @@ from bench.peers import PEERS, DcpPeer
 from bench.progress import in_turns
 from bench.throttle import limited_writes
 from bench.ways import DCP, FLAT, FLOOR_GATHER, FSYNC_WORDS, HSDP, OURS, name_of_ours
-from tests.helpers.fsdp_runs import shard
+from tests.helpers.runs.fsdp_runs import shard
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.arguments import add_billions, add_number, add_ranks
 from bench.launch import MODELS, run_worker
-from tests.helpers.s3_servers import s3_server
+from tests.helpers.faults.s3_servers import s3_server
 
 _SERVER_OPTIONS = ('--etag-hash', '')
 #: The model that trains beside an upload, in billions, and the number of uploads.

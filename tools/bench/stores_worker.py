@@ -18,7 +18,7 @@ from bench.progress import Figures, in_turns
 from bench.save_worker import STEP, Tell, saver_of
 from bench.stall_worker import Training
 from bench.throttle import limited_sending
-from tests.helpers.s3_servers import BUCKET, CREDENTIALS
+from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS
 from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder

@@ -35,7 +35,7 @@ def make_base_model(folder: Path, family: str) -> None:
     import torch
     import transformers
 
-    from tests.helpers.model_folder import save_tokenizer
+    from tests.helpers.models.model_folder import save_tokenizer
 
     config_class, options = FAMILIES[family]
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -53,7 +53,7 @@ def make_llava(root: Path) -> None:
     """What a LLaVA starts from (llm, clip), chats about images (chats.json), and the images."""
     from PIL import Image
 
-    from tests.helpers.zoo.llava import save_bases
+    from tests.helpers.models.zoo.llava import save_bases
 
     save_bases(root)
     (root / 'images').mkdir()
@@ -71,9 +71,9 @@ def make_internvl_base(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from tests.helpers.model_folder import save_tokenizer
-    from tests.helpers.zoo import ODD_DECODER
-    from tests.helpers.zoo.internvl import make_internvl
+    from tests.helpers.models.model_folder import save_tokenizer
+    from tests.helpers.models.zoo import ODD_DECODER
+    from tests.helpers.models.zoo.internvl import make_internvl
 
     make_internvl(folder, torch.bfloat16)
     tokens = ['<img>', '</img>', '<IMG_CONTEXT>']

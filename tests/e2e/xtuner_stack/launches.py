@@ -22,7 +22,7 @@ from tests.e2e.xtuner_stack.base_models import (
     make_internvl_base,
     make_llava,
 )
-from tests.helpers.ranks import REPO_ROOT, RankFailures, python_path, run_ranks
+from tests.helpers.ranks.launch import REPO_ROOT, RankFailures, python_path, run_ranks
 
 HERE = Path(__file__).parent
 CONFIGS = REPO_ROOT / 'configs' / 'xtuner'

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.e2e.xtuner_stack.builtin_configs import BuiltIn, built_ins, table
-from tests.helpers.ranks import REPO_ROOT
+from tests.helpers.ranks.launch import REPO_ROOT
 
 
 @pytest.fixture(scope='module')

@@ -16,8 +16,8 @@ from tests.distributed.test_device import (
     save_reference,
     whole_on_host,
 )
-from tests.helpers.engines import zero_engine
-from tests.helpers.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import zero_engine
 
 STAGES = (2, 3)
 

@@ -12,7 +12,7 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
-from tests.helpers.ranks import run_program
+from tests.helpers.ranks.launch import run_program
 from xhf_hooks import HFCheckpointHook
 
 (XTUNER,) = find_spec('xtuner').submodule_search_locations
@@ -48,7 +48,7 @@ def test_a_run_without_xtuner_does_not_import_it(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from tests.helpers.toy_run import run_config, train
+from tests.helpers.runs.toy_run import run_config, train
 template = dict(INSTRUCTION='{{input}}')
 train(run_config(Path({str(tmp_path)!r}), hook={{}}, stage=None, max_iters=2, prompt_template=template))
 assert not [name for name in sys.modules if name.partition('.')[0] == 'xtuner']

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.xtuner_stack.launches import FIRST, INTERNVL, LAST, export_of, log_of, saves_in
-from tests.helpers.compare import folder_tensors
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.remote_code import use_modules_cache
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.remote_code import use_modules_cache
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
-from tests.helpers.compare import assert_loads_clean, folder_tensors
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.zoo.llava import N_PATCHES, VOCAB_SIZE
+from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE
 
 pytestmark = pytest.mark.parametrize('name', LLAVA_RUNS)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import adapt, around, refusal
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.engines import save_folder
-from tests.helpers.zoo import DECODER, NOISE_STD
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.adapted import adapt, around, refusal
+from tests.helpers.models.zoo import DECODER, NOISE_STD
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.exporters import LoraExporter, ShardedMoeExporter, exporter_for
 from xhf_hooks.sources import source_for
 

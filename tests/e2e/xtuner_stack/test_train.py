@@ -29,8 +29,8 @@ from tests.e2e.xtuner_stack.launches import (
     log_of,
     saves_in,
 )
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import assert_same_files, convert
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
 
 ADAPTERS = (LORA, QLORA)
 RESULTS = [name for name in RUNS if name not in (*LLAVA_RUNS, INTERNVL)]

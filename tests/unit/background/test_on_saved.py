@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import on_saved_family
-from tests.helpers.ranks import HANG_SECS
-from tests.helpers.tiny_checkpoint import commit_one, content, iteration
+from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.runs import on_saved_family
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError

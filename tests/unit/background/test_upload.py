@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.ranks import HANG_SECS
-from tests.helpers.tiny_checkpoint import commit_one, iteration
+from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
 from xhf_hooks.background import upload
 from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.model_folder import save_model, write_manifest
+from tests.helpers.models.model_folder import save_model, write_manifest
 from xhf_hooks.cli.inspect import main
 
 

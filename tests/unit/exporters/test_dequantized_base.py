@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.adapted import EXPERTS, adapt
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.engines import save_folder
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import build
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.adapted import EXPERTS, adapt
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import build
+from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_rehearsal import changed, loaded, planned, same_logits
 from xhf_hooks.errors import ModelError
 

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.helpers.adapted import around
-from tests.helpers.zoo import build
+from tests.helpers.models.adapted import around
+from tests.helpers.models.zoo import build
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.format.dtypes import dtype_code

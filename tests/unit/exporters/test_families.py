@@ -1,4 +1,4 @@
-"""Every family of tests/helpers/families.py: a save is what ``save_pretrained`` of the installed transformers writes.
+"""Every family of tests/helpers/models/families.py: a save is what the installed ``save_pretrained`` writes.
 
     python -m pytest -v tests/unit/exporters/test_families.py
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers.compare import assert_loads_clean
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.engines import save_folder
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import available, build
+from tests.helpers.checks.compare import assert_loads_clean
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import available, build
+from tests.helpers.runs.engines import save_folder
 
 AVAILABLE = [family for family in MODELS if available(family, MODELS)]
 #: The number of families, from these versions on.

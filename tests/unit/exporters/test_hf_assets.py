@@ -22,8 +22,8 @@ from transformers import (
     VisionEncoderDecoderModel,
 )
 
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import VISION_TOWER, build
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import VISION_TOWER, build
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base import find_tokenizer

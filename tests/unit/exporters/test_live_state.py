@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 from transformers import BertForSequenceClassification
 
-from tests.helpers.adapted import adapted, around
-from tests.helpers.model_folder import save_tokenizer
-from tests.helpers.zoo import MODELS, available, build
+from tests.helpers.models.adapted import adapted, around
+from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.zoo import MODELS, available, build
 from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
 from xhf_hooks.exporters import exporter_for

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import AutoModel, LlavaForConditionalGeneration
 
-from tests.helpers.adapted import around
-from tests.helpers.compare import assert_loads_clean, folder_tensors
-from tests.helpers.engines import save_folder
-from tests.helpers.remote_code import use_modules_cache
-from tests.helpers.zoo import build
-from tests.helpers.zoo.llava import N_PATCHES, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
+from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
+from tests.helpers.models.adapted import around
+from tests.helpers.models.remote_code import use_modules_cache
+from tests.helpers.models.zoo import build
+from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
 from xhf_hooks.options import DTYPE_CODES

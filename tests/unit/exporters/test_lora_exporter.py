@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import (
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.models.adapted import (
     EXPERTS,
     KINDS,
     adapt,
@@ -22,11 +24,9 @@ from tests.helpers.adapted import (
     merged_by_peft,
     refusal,
 )
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.engines import save_folder
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import build
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import build
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
 from xhf_hooks.exporters.base import with_computed

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, PreTrainedModel
 
-from tests.helpers.adapted import adapt, around
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.engines import save_folder
-from tests.helpers.remote_code import use_modules_cache
-from tests.helpers.zoo.internvl import CODE, load_internvl
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.models.adapted import adapt, around
+from tests.helpers.models.remote_code import use_modules_cache
+from tests.helpers.models.zoo.internvl import CODE, load_internvl
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, NestedLoraExporter, exporter_for
 

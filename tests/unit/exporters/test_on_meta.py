@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.engines import save_folder
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import build
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import build
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.exporters.on_meta import built_on_meta
 
 

@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import nn
 
-from tests.helpers.adapted import adapted, around
-from tests.helpers.engines import save_folder
-from tests.helpers.zoo import available, build
+from tests.helpers.models.adapted import adapted, around
+from tests.helpers.models.zoo import available, build
+from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import exporter_for

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapted import adapt, around
-from tests.helpers.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.config_fields import assert_same_config
-from tests.helpers.engines import save_folder
-from tests.helpers.zoo import NOISE_STD, available, build
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.models.adapted import adapt, around
+from tests.helpers.models.zoo import NOISE_STD, available, build
+from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, RewardExporter, exporter_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.helpers.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import save_tokenizer
 from xhf_hooks.exporters.tokenizer import write_tokenizer
 
 

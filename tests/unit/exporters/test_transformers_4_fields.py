@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.config_fields import config_fields
-from tests.helpers.zoo import build
+from tests.helpers.checks.config_fields import config_fields
+from tests.helpers.models.zoo import build
 from tests.unit.exporters.test_hf_assets import written
 
 pytestmark = pytest.mark.modern_only

@@ -7,7 +7,7 @@ from importlib import util
 import pytest
 import torch
 
-from tests.helpers.zoo import build
+from tests.helpers.models.zoo import build
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.weight_conversion import _first_of_run, _traced_meta, convert_specs
 from xhf_hooks.format.dtypes import dtype_code

@@ -1,4 +1,4 @@
-"""The plugin as Axolotl's source calls it (helpers/axolotl_interface), its callback in a real Trainer."""
+"""The plugin as Axolotl's source calls it (helpers/runs/axolotl_interface), its callback in a real Trainer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import frontends as doors
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.runs import frontends as doors
 
 PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
 
@@ -20,7 +20,7 @@ PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
 @pytest.fixture
 def plugin(monkeypatch):
     """Loaded by its name, as ``load_plugin`` does: module and class are split at the last dot."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / 'helpers' / 'axolotl_interface'))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / 'helpers' / 'runs' / 'axolotl_interface'))
     module, name = PLUGIN.rsplit('.', 1)
     yield getattr(importlib.import_module(module), name)()
     for loaded in [m for m in sys.modules if m.split('.')[0] == 'axolotl' or m == module]:

@@ -13,10 +13,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.converted import assert_same_files, convert
-from tests.helpers.families import MODELS
-from tests.helpers.zoo import available, build
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import available, build
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, content, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, visible
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from tests.unit.places.test_commit import both_ways, claimed, hidden  # noqa: F401
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 
-from tests.helpers.tiny_checkpoint import commit_one
+from tests.helpers.runs.tiny_checkpoint import commit_one
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder

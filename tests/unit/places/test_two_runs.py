@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import HANG_SECS
-from tests.helpers.tiny_checkpoint import commit_one
+from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.runs.tiny_checkpoint import commit_one
 from xhf_hooks.errors import StoreError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder

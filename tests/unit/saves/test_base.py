@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.helpers.adapted import adapted
-from tests.helpers.zoo import build
+from tests.helpers.models.adapted import adapted
+from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.hf_assets import base_dirs_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.assert_intact import assert_whole
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.models.zoo.llamas import odd_llama
 from xhf_hooks.errors import AgreedError, TargetError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.planning.types import Step

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.adapted import adapted
-from tests.helpers.ranks import HANG_SECS
+from tests.helpers.models.adapted import adapted
+from tests.helpers.ranks.launch import HANG_SECS
 from xhf_hooks import save_hf
 from xhf_hooks.saves.telemetry import Progress, RunLog, log_preparations, show
 

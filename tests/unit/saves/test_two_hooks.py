@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.models.zoo.llamas import odd_llama
 from xhf_hooks.errors import TargetError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.saves.manager import CheckpointManager

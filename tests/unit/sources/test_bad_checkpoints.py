@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.made_checkpoint import MadeCheckpoint, model3, optim
-from tests.helpers.read_checkpoint import open_checkpoint, read_all
+from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint, model3, optim
 from xhf_hooks.errors import CheckpointError
 
 MODEL = 'mp_rank_00_model_states.pt'

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.made_checkpoint import MadeCheckpoint, optim, some_weights
-from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint, optim, some_weights
 
 ONE_RUN = 'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
 BY_NAME = 'not verifiable: only the file names say which rank wrote which file'

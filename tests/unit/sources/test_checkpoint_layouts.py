@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.made_checkpoint import MadeCheckpoint, some_weights
-from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint, some_weights
 
 WEIGHTS = some_weights()
 TWO_GROUPS = [[n for n, t in WEIGHTS.items() if t.ndim > 1], [n for n, t in WEIGHTS.items() if t.ndim <= 1]]

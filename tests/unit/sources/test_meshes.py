@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.fsdp_runs import split_layers
-from tests.helpers.zoo.llamas import llama
+from tests.helpers.models.zoo.llamas import llama
+from tests.helpers.runs.fsdp_runs import split_layers
 from xhf_hooks.sources.base import mesh_strides, spread_over
 from xhf_hooks.sources.fsdp import Fsdp2Source
 

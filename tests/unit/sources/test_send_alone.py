@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.compare import assert_same_folder_tensors
-from tests.helpers.engines import save_folder
-from tests.helpers.zoo.llamas import odd_llama
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.runs.engines import save_folder
 
 
 @pytest.mark.parametrize('in_background', [False, True])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
-from tests.helpers.torch_zip import pickled, write_torch_zip
+from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.runs.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.model_folder import save_model
+from tests.helpers.models.model_folder import save_model
 from xhf_hooks.convert import ConvertOptions
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
@@ -109,7 +109,7 @@ def test_tensors_larger_than_what_is_read_at_once(tmp_path):
 
 def test_experts_that_are_made_of_one_tensor(tmp_path):
     """transformers 5 trains them fused and saves them apart: compared as converted."""
-    from tests.helpers.zoo import build
+    from tests.helpers.models.zoo import build
 
     model = build('mixtral')
     model.save_pretrained(tmp_path / 'model')

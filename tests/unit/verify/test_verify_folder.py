@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.model_folder import flip, save_model, write_manifest
+from tests.helpers.models.model_folder import flip, save_model, write_manifest
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.check import FolderCheck

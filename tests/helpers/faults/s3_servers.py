@@ -1,0 +1,98 @@
+"""S3 servers: moto's, which keeps objects in memory, and ``rclone serve s3``, which keeps files."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.faults.free_port import free_port
+
+BUCKET = 'bucket'
+KEY, SECRET = 'AKIAEXAMPLEKEY000000', 'averysecretsecretofatest'
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A server with one bucket."""
+
+    kind: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f'http://127.0.0.1:{self.port}'
+
+    @property
+    def backend_args(self) -> dict[str, Any]:
+        """Arguments for :func:`xhf_hooks.places.objects.Store`; credentials come from the environment."""
+        return {'endpoint_url': self.url}
+
+
+#: Where boto's libraries look for credentials.
+CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
+
+
+@contextmanager
+def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Sequence[str] = ()) -> Iterator[S3Server]:
+    """Run a server, ``'moto'`` or ``'rclone'``, until the block ends.
+
+    Args:
+        folder: For rclone's objects and for the log.
+        prefixes: Prefixes of saves that several processes write at once. rclone makes a folder for the first object
+            under a prefix and removes it with the last one; an object that is put meanwhile is acknowledged but
+            lost (18 of 1350). So these folders exist from the start, and their parents stay.
+        options: Added to the command of rclone.
+    """
+    port = free_port()
+    bucket = folder / 'objects' / BUCKET
+    bucket.mkdir(parents=True, exist_ok=True)
+    for prefix in prefixes:
+        (bucket / prefix).mkdir(parents=True)
+        (bucket / prefix).with_name('.stays').touch()
+    if kind == 'moto':
+        command = [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(port)]
+    else:
+        rclone = Path(sys.executable).with_name('rclone')
+        command = [str(rclone), 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
+        command += ['--config', str(folder / 'none.conf'), *options, str(bucket.parent)]
+    with (folder / f'{kind}.log').open('ab') as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_until_it_answers(process, port)
+        if kind == 'moto':
+            _make_bucket(port)
+        yield S3Server(kind, port)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise RuntimeError(f'{process.args}: ended with {process.returncode}')
+        with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), timeout=5):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f'{process.args}: does not answer')
+
+
+def _make_bucket(port: int) -> None:
+    import boto3
+
+    client = boto3.client(
+        's3',
+        endpoint_url=f'http://127.0.0.1:{port}',
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name='us-east-1',
+    )
+    client.create_bucket(Bucket=BUCKET)

@@ -1,0 +1,140 @@
+"""Tiny models with a trainable LoRA adapter. No tensor is zero."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import NOISE_STD, available, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+ATTENTION = ('q_proj', 'v_proj')
+#: In transformers 5 these are parameters of one module.
+EXPERTS = ['experts.gate_up_proj', 'experts.down_proj']
+
+# Name: family, LoraConfig options.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    'plain': ('llama', dict()),
+    'all_linear': ('llama', dict(target_modules='all-linear')),
+    'rslora': ('llama', dict(use_rslora=True)),
+    'dora': ('llama', dict(use_dora=True)),
+    'patterns': ('llama', dict(rank_pattern={'v_proj': 7}, alpha_pattern={'layers.1.self_attn.q_proj': 11})),
+    'trained_bias': ('qwen2', dict(bias='lora_only')),
+    'all_biases': ('qwen2', dict(bias='all')),
+    'conv1d_weights': ('gpt2', dict(target_modules=['c_attn', 'c_fc'], fan_in_fan_out=True)),
+    'conv1d_weights_dora': ('gpt2', dict(target_modules=['c_attn'], fan_in_fan_out=True, use_dora=True)),
+    'embedding': ('llama', dict(target_modules=['embed_tokens', 'lm_head', 'q_proj'])),
+    'embedding_dora': ('llama', dict(target_modules=['embed_tokens'], use_dora=True)),
+    'conv': ('whisper', dict(target_modules=['conv1', 'q_proj'], task_type=None)),
+    'conv_dora': ('whisper', dict(target_modules=['conv2'], use_dora=True, task_type=None)),
+    'conv2d': ('llava', dict(target_modules=['patch_embedding', 'q_proj'])),
+    'modules_to_save': ('llama', dict(modules_to_save=['lm_head', 'embed_tokens'])),
+    'untied_by_modules_to_save': ('qwen2', dict(modules_to_save=['lm_head'])),
+    'experts': ('mixtral', dict()),
+    'expert_parameters': ('qwen3_moe', dict(target_modules=[], target_parameters=EXPERTS)),
+    'experts_and_modules': ('mixtral', dict(target_parameters=['experts.down_proj', 'gate.weight'], use_rslora=True)),
+    'experts_by_their_old_names': ('mixtral', dict(target_modules=['w1', 'w2', 'w3', 'q_proj'])),
+    'transposed_experts': ('gpt_oss', dict(target_parameters=EXPERTS)),
+    'no_task_type': ('llama', dict(task_type=None)),
+}
+
+
+def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
+    """Add an adapter as after some training: B is not zero, and the magnitude is not the norm.
+
+    Args:
+        dtype: Final dtype of all parameters (DeepSpeed's bf16 casts adapters, too); None does not cast.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    options = {'r': 3, 'lora_alpha': 5, 'target_modules': list(ATTENTION), 'task_type': 'CAUSAL_LM', **lora}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(**options))
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += NOISE_STD * torch.randn(parameter.shape)
+    if dtype is not None:
+        for parameter in adapted.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+@cache
+def adapter_kinds() -> tuple[str, ...]:
+    """Those of :data:`KINDS` that the installed peft can make and save: before 0.15 it has no Conv1d, for example."""
+    return tuple(kind for kind in KINDS if is_known_to_peft(kind))
+
+
+def is_known_to_peft(kind: str) -> bool:
+    from peft import get_peft_model_state_dict
+
+    family, lora = KINDS[kind]
+    if not available(family, MODELS):
+        return False
+    try:
+        model = adapted(family, **lora)
+    except (TypeError, ValueError):
+        return False
+    saved = get_peft_model_state_dict(model)  # without trained biases before 0.14
+    return 'bias' not in lora or any(name.endswith('bias') for name in saved)
+
+
+def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
+    """A model of :data:`tests.helpers.models.families.MODELS` with an adapter, by :func:`adapt`."""
+    return adapt(build(family, models=MODELS), dtype, **lora)
+
+
+def merged_by_peft(model: PeftModel, folder: Path) -> PreTrainedModel:
+    """A merged copy, saved to ``folder``."""
+    merged = copy.deepcopy(model).merge_and_unload()
+    merged.save_pretrained(folder)
+    return merged
+
+
+def assert_rounded_once(saved: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> None:
+    """Check that every element is the float64 value rounded once to the saved dtype, within fp32's own error.
+
+    With u the unit roundoff of the saved dtype and |w| the largest element of the tensor, the error is at most
+    u * |exact| + 2**-20 * |w|. For bfloat16 the second term is a 4096th of the first at |w|.
+    """
+    import torch
+
+    assert saved.keys() == exact.keys()
+    for name, tensor in saved.items():
+        unit = torch.finfo(tensor.dtype).eps / 2
+        allowed = unit * exact[name].abs() + 2.0**-20 * exact[name].abs().max()
+        assert ((tensor.double() - exact[name]).abs() <= allowed).all(), name
+
+
+def around(**children: nn.Module) -> nn.Module:
+    """A trained model that contains others, like XTuner's; its type is ``Module``."""
+    from torch import nn
+
+    model = nn.Module()
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
+
+
+def refusal(model: nn.Module, lora: str = 'adapter') -> str:
+    """The message of the error when ``model`` cannot be exported this way."""
+    import pytest
+
+    from xhf_hooks.errors import ModelError, OptionError
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.sources import source_for
+
+    with pytest.raises((ModelError, OptionError)) as caught:
+        exporter_for(model, None, lora=lora).entries(source_for(model).specs(), None)
+    return str(caught.value)

@@ -1,0 +1,98 @@
+"""Complete model folders with a manifest, made without the code that reads them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """Save a tiny model with ``save_pretrained``, and a tokenizer with a token for each row of its embedding."""
+    from tests.helpers.models.zoo import build
+
+    model = build(family).to(dtype)
+    model.save_pretrained(folder, **options)
+    save_tokenizer(folder, model.config.get_text_config().vocab_size)
+    return folder
+
+
+def save_tokenizer(folder: Path, n_tokens: int) -> None:
+    """Save a tokenizer with words ``w0``, ``w1``, ... after the special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ['<pad>', '<s>', '</s>', '<unk>', *(f'w{i}' for i in range(n_tokens - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token='<pad>', bos_token='<s>', eos_token='</s>', unk_token='<unk>'
+    )
+    fast.save_pretrained(folder)
+
+
+def save_with_manifest(family: str, folder: Path) -> Path:
+    """:func:`save_model`, and the manifest of that."""
+    save_model(family, folder)
+    write_manifest(folder)
+    return folder
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The content of ``xhf_manifest.json`` that a save would write for these files."""
+    files = {}
+    for path in sorted(folder.rglob('*')):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or name == 'xhf_manifest.json':
+            continue
+        data = path.read_bytes()
+        files[name] = {'nbytes': len(data), 'crc32': f'{zlib.crc32(data):08x}'}
+        if name.endswith('.safetensors'):
+            files[name]['tensors'] = _tensors(data)
+    return {
+        'format_version': 2,
+        'step': {'unit': 'iter', 'number': 7},
+        'iteration': 7,
+        'epoch': None,
+        'packages': {},
+        'engine': 'deepspeed',
+        'zero_stage': 3,
+        'world_size': 2,
+        'writer': 'positional',
+        'dtype': 'as trained',
+        'files': files,
+    }
+
+
+def write_manifest(folder: Path) -> None:
+    """Write :func:`manifest_of` the folder into it."""
+    (folder / 'xhf_manifest.json').write_text(json.dumps(manifest_of(folder)))
+
+
+def _tensors(data: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack('<Q', data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header.pop('__metadata__', None)
+    found = {}
+    for name, tensor in header.items():
+        start, end = (8 + length + offset for offset in tensor['data_offsets'])
+        crc = f'{zlib.crc32(data[start:end]):08x}'
+        found[name] = {'shape': tensor['shape'], 'dtype': tensor['dtype'], 'crc32': crc, 'non_finite': 0}
+    return found
+
+
+def edit_json(path: Path, **changed: Any) -> None:
+    """Replace keys of a JSON file; None removes a key."""
+    content = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a byte; negative offsets count from the end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)

@@ -1,0 +1,93 @@
+"""DeepSpeed engines with tiny models, and saves of them, for real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.helpers.runs.zero_config import zero_config
+
+if TYPE_CHECKING:
+    import deepspeed
+    from torch import nn
+
+    from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
+
+STEP_NUMBER = 1
+
+
+def zero_engine(
+    model: nn.Module,
+    stage: int,
+    *,
+    bf16: bool = True,
+    two_groups: bool = False,
+    without: str | None = None,
+    sections: Mapping[str, Any] | None = None,
+    mpu: Any = None,
+    **zero: Any,
+) -> deepspeed.DeepSpeedEngine:
+    """A training engine.
+
+    Args:
+        two_groups: Put matrices and vectors into two parameter groups, as trainers do for weight decay.
+        without: The optimizer has no parameters with this in their names, but they need gradients.
+        mpu: What knows the process groups, if DeepSpeed does not make them.
+        sections: Like ``zero``, an argument of :func:`tests.helpers.runs.zero_config.zero_config`.
+    """
+    import deepspeed
+    import torch
+
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [parameter for name, parameter in named if without is None or without not in name]
+    if two_groups:
+        trained = [{'params': [p for p in trained if (p.ndim > 1) == matrices]} for matrices in (True, False)]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    config = zero_config(stage, bf16=bf16, sections=sections, **zero)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    return engine
+
+
+def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
+    """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
+    from xhf_hooks.options import SaveOptions
+    from xhf_hooks.saves.save import Saver
+    from xhf_hooks.saves.unwrap import unwrap
+
+    trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
+    own = {n: options.pop(n) for n in ('writer', 'in_background') if n in options}
+    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, **own)
+
+
+def names_read(plan: SavePlan) -> set[str]:
+    """Names of the tensors that a save reads to send or gather."""
+    sent = {portion.read.name for at_once in plan.rounds for portion in at_once.portions}
+    return sent | {spec.name for group in plan.gathered for spec in group.reads}
+
+
+def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
+    """Save like the hook, without a runner. Runs on: all ranks."""
+    from xhf_hooks.collective import Collective
+    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+    from xhf_hooks.planning.types import Step
+
+    collective = Collective(timeout_secs=600)
+    in_background = options.get('in_background', False)
+    saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
+    plan = saver.prepare()
+    folder = CheckpointFolder(final, max_keep=1)
+    with collective.stage('claim'):
+        if collective.rank == 0:
+            folder.claim()
+    step = Step('iter', STEP_NUMBER, STEP_NUMBER)
+    try:
+        if not in_background:
+            return plan, saver.save(folder, step)
+        saver.start(folder, step)
+        return plan, saver.outcome()
+    finally:
+        folder.release()
+        saver.close()
+        collective.close()

@@ -1,0 +1,111 @@
+"""Tiny models under Accelerate, Trainer, DDP and FSDP, for real ranks. Runs on: all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.models.zoo.llamas import VOCAB, odd_llama
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """One sequence, which is also its labels."""
+    tokens = torch.arange(8).reshape(1, -1)
+    return {'input_ids': tokens, 'labels': tokens}
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Sixteen sequences of random tokens."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(VOCAB, (8,), generator=torch.Generator().manual_seed(index))
+        return {'input_ids': tokens, 'labels': tokens}
+
+
+@contextmanager
+def fresh_accelerate(**environment: str) -> Iterator[None]:
+    """Reset the state in which Accelerate and transformers remember whether DeepSpeed is used."""
+    import os
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    def forget() -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._shared_state.clear()
+        unset_hf_deepspeed_config()
+
+    before = dict(os.environ)
+    os.environ.update(environment)
+    forget()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        forget()
+
+
+def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
+    """Train with plain torch."""
+    for _ in range(steps):
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_trainer(
+    root: Path,
+    options: dict[str, Any] | None,
+    *callbacks: Any,
+    model: Any = None,
+    tokenizer: Any = None,
+    **arguments: Any,
+) -> Any:
+    """A Trainer that trains four steps in fp32 on a CPU and saves nothing itself, unless ``arguments`` say otherwise.
+
+    Args:
+        options: Of the callback that saves; None goes without it.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+    torch.manual_seed(0)
+    arguments = {'max_steps': 4, 'save_strategy': 'no', 'per_device_train_batch_size': 1, **arguments}
+    machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', report_to=[], disable_tqdm=True)
+    model = odd_llama() if model is None else model
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(root), **machine, **arguments),
+        train_dataset=Sequences(),
+        processing_class=tokenizer,
+        optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), None),
+        callbacks=[*([] if options is None else [HFCheckpointCallback(**options)]), *callbacks],
+    )
+
+
+def trainer_run(
+    options: dict[str, Any] | None, arguments: dict[str, Any], zero: dict[str, Any], root: Path
+) -> list[str]:
+    """Train in bf16 under DeepSpeed; returns what is in output_dir at the end.
+
+    Args:
+        zero: The DeepSpeed config.
+    """
+    import torch.distributed as dist
+
+    with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        trainer = make_trainer(root, options, bf16=True, deepspeed=zero, **arguments)
+        trainer.train()
+        trainer.model_wrapped.destroy()
+    dist.barrier()
+    return sorted(path.name for path in root.iterdir())

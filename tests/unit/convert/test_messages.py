@@ -1,0 +1,183 @@
+"""What xhf-convert says where the model that is named is not the one that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.models.model_folder import edit_json, save_model, write_manifest
+from xhf_hooks.cli.convert import main
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A checkpoint, and the model that it is of."""
+    folder = tmp_path_factory.mktemp('trained')
+    save_model('llama', folder / 'model')
+    torch.save(load_file(folder / 'model' / 'model.safetensors'), folder / 'iter_5.pth')
+    return folder
+
+
+def base_model(trained: Path, folder: Path, **changed: Any) -> Path:
+    """The config alone."""
+    folder.mkdir()
+    shutil.copy(trained / 'model' / 'config.json', folder)
+    edit_json(folder / 'config.json', **changed)
+    return folder
+
+
+@pytest.mark.parametrize('given', [True, False], ids=['by --base', 'beside it'])
+def test_a_layer_too_many(trained, tmp_path, capsys, given):
+    base = base_model(trained, tmp_path / 'base', num_hidden_layers=3)
+    checkpoint = trained / 'iter_5.pth' if given else Path(shutil.copy(trained / 'iter_5.pth', base))
+    assert main([str(checkpoint), str(tmp_path / 'out'), *(['--base', str(base)] if given else [])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 'that the checkpoint lacks (model.layers.2.' in line and str(base) in line and '--base has to name' in line
+
+
+@pytest.mark.parametrize('given', [True, False], ids=['by --base', 'beside it'])
+def test_no_tokenizer(trained, tmp_path, capsys, given):
+    base = base_model(trained, tmp_path / 'base')
+    checkpoint = trained / 'iter_5.pth' if given else Path(shutil.copy(trained / 'iter_5.pth', base))
+    assert main([str(checkpoint), str(tmp_path / 'out'), *(['--base', str(base)] if given else [])]) == 0
+    note = next(line for line in capsys.readouterr().err.splitlines() if 'no tokenizer was found' in line)
+    assert ('set --base' in note) != given and (str(base) in note) == given
+
+
+def test_a_base_that_is_no_model(trained, tmp_path, capsys):
+    (tmp_path / 'empty').mkdir()
+    adapter = base_model(trained, tmp_path / 'adapter')
+    (adapter / 'adapter_config.json').write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+    half = base_model(trained, tmp_path / 'half', num_hidden_layers=3)
+    weight_map = {'model.layers.2.mlp.up_proj.weight': 'model-00002-of-00002.safetensors'}
+    (half / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+    for base, words in {
+        'gone': '--base has to name a folder with the model',
+        'empty': '--base has to name a folder with the model',
+        'adapter': 'has no base_model_name_or_path; set it to the base model',
+        'half': 'half/model-00002-of-00002.safetensors: cannot be read',
+    }.items():
+        assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(tmp_path / base)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line and str(tmp_path / base) in line
+
+
+def test_a_url_is_no_folder(trained, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([str(trained / 'iter_5.pth'), 's3://bucket/run'])
+    assert ended.value.code == 2
+    assert 'expected a path on this machine, found the URL s3://bucket/run' in capsys.readouterr().err
+
+
+#: Values of the wrong kind in the base model's config.json, or names of something else than the field requires.
+WRONG: tuple[dict[str, Any], ...] = (
+    {'model_type': ['llama']},
+    {'architectures': ['Trainer']},
+    {'hidden_act': 'nope'},
+    {'auto_map': {'AutoConfig': 5}},
+    {'torch_dtype': 'nope'},
+    {'quantization_config': 'x'},
+    {'num_hidden_layers': '2'},
+)
+
+
+@pytest.mark.parametrize('changed', WRONG, ids=str)
+def test_a_config_that_no_model_has(trained, tmp_path, capsys, changed):
+    """One line, or a conversion that does not need the field; never a fault of this program."""
+    base = base_model(trained, tmp_path / 'base', **changed)
+    status = main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(base)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('xhf-convert: ')]
+    if status:
+        assert status == 2 and len(lines) == 1 and not (tmp_path / 'out').exists()
+    else:
+        assert set(changed) & {'auto_map', 'torch_dtype', 'model_type'}
+
+
+def run_with_a_hook(trained: Path, work_dir: Path) -> Path:
+    """A work_dir whose config has a model that only its own code knows, and what HFCheckpointHook left in it."""
+    saved = work_dir / '20261122_101010' / 'hf_model'
+    shutil.copytree(trained / 'model', saved)
+    write_manifest(saved)
+    weights = torch.load(trained / 'iter_5.pth')
+    meta = {'cfg': "model = dict(type='DemoCausalLM', base_folder='gone')\n"}
+    torch.save({'state_dict': {f'llm.{n}': t for n, t in weights.items()}, 'meta': meta}, work_dir / 'iter_5.pth')
+    (work_dir / 'last_checkpoint').write_text(str(work_dir / 'iter_5.pth'))
+    return saved
+
+
+def test_the_hooks_own_folder_says_what_the_model_is(trained, tmp_path, capsys):
+    saved = run_with_a_hook(trained, tmp_path)
+    assert main([str(tmp_path), str(tmp_path / 'out')]) == 0, capsys.readouterr().err
+    assert f'model {saved}; HuggingFaceExporter' in capsys.readouterr().out
+    assert_same_config(tmp_path / 'out', saved)  # save_pretrained's
+    out, before = (load_file(folder / 'model.safetensors') for folder in (tmp_path / 'out', saved))
+    assert out.keys() == before.keys() and all(torch.equal(out[name], before[name]) for name in out)
+
+
+def test_a_folder_that_the_hook_did_not_make_is_not_taken(trained, tmp_path, capsys):
+    saved = run_with_a_hook(trained, tmp_path)
+    (saved / 'xhf_manifest.json').unlink()
+    assert main([str(tmp_path), str(tmp_path / 'out')]) == 2
+    assert 'has no supported model' in capsys.readouterr().err
+
+
+def test_the_base_is_not_replaced_by_its_conversion(trained, tmp_path, capsys):
+    """It may be one that this package wrote, which OUT may name otherwise."""
+    base = base_model(trained, tmp_path / 'base')
+    assert main([str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(base)]) == 0
+    (tmp_path / 'link').symlink_to(base / 'out')
+    again = [str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(tmp_path / 'link'), '--overwrite']
+    capsys.readouterr()
+    assert main(again) == 2
+    assert 'is the base model' in (said := capsys.readouterr().err) and 'give as OUT another' in said
+
+
+@pytest.mark.parametrize('options', [(), ('--base', 'model')])
+def test_a_config_without_a_model_is_not_taken(trained, tmp_path, capsys, options):
+    (tmp_path / 'no_model.py').write_text("optimizer = dict(type='AdamW')\n")
+    options = [str(trained / one) if one == 'model' else one for one in options]
+    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--config', str(tmp_path / 'no_model.py')]
+    assert main([*command, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{tmp_path / "no_model.py"}: has no model' in line
+
+
+def test_a_folder_that_is_one_already(trained, tmp_path, capsys):
+    assert main([str(trained / 'model'), str(tmp_path / 'out')]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{trained / "model"}: a Hugging Face folder already' in line and 'xhf-verify' in line
+
+
+CUSTOM_CODE = {
+    'options of a call': 'def build(pairs):\n    return 1\n\nTABLE = dict(build([1]), **build([2]))\n',
+    'a base': "_base_ = {'a': 1}\n",
+    'another language': 'print "hello"\n',
+}
+
+
+@pytest.mark.parametrize('code', CUSTOM_CODE)
+def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_path, code):
+    """Trainer puts it beside its config.json."""
+    base = base_model(trained, tmp_path / 'run')
+    shutil.copy(trained / 'iter_5.pth', base)
+    (base / 'modeling_custom.py').write_text(CUSTOM_CODE[code])
+    assert main([str(base / 'iter_5.pth'), str(tmp_path / 'out')]) == 0
+
+
+def test_a_dry_run_says_that_out_exists(trained, tmp_path, capsys):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'thesis.tex').write_text('mine')
+    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(trained / 'model')]
+    assert main([*command, '--dry-run']) == 0
+    assert f'would write to {tmp_path / "out"}, which exists' in capsys.readouterr().out
+    assert main([*command, '--dry-run', '--overwrite']) == 0
+    assert 'which exists' not in capsys.readouterr().out
+    assert main(command) == 2
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['thesis.tex']
