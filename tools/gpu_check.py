@@ -103,7 +103,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     dist.all_gather_object(of_all_ranks, device_nbytes)
     most = max(of_all_ranks)
     problems = []
-    if not _same_files(reference, folder.final):
+    if not _same_files(reference, folder.path):
         problems.append('other bytes than save_pretrained')
     if most > (bucket := max(bucket_nbytes, saver.plan.largest_bucket_nbytes)):
         problems.append(f'more on the device than a bucket, which is {bucket / 1e6:.0f} MB')

@@ -107,9 +107,9 @@ def test_leftovers_that_cannot_be_reached_are_a_warning(tmp_path, monkeypatch):
 def test_sweep_leaves_live_runs_alone(tmp_path, holder):
     staged = put_partial(CheckpointFolder(tmp_path / 'run' / 'hf_model', 1), '.hf_model.staging-0000000000aa')
     dead = CheckpointFolder(tmp_path / 'dead' / 'hf_model', 1)
-    dead.final.parent.mkdir()
+    dead.path.parent.mkdir()
     put_whole(dead, '.hf_model.previous-0000000000aa', 3)
     put_partial(dead, '.hf_model.staging-0000000000bb')
     assert sweep_dead_runs(tmp_path, 'hf_model') == [tmp_path / 'dead']
     assert staged.is_dir() and visible(tmp_path / 'dead') == {'hf_model': 3}
-    assert [path.name for path in dead.final.parent.iterdir()] == ['hf_model']
+    assert [path.name for path in dead.path.parent.iterdir()] == ['hf_model']

@@ -43,9 +43,9 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     whole, partial, max_keep, expected = LEFT[case]
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep)
     for name, number in whole.items():
-        put_whole(folder, name if name == 'hf_model' else new_name(folder.final, name).name, number)
+        put_whole(folder, name if name == 'hf_model' else new_name(folder.path, name).name, number)
     for kind in partial:
-        put_partial(folder, new_name(folder.final, kind).name)
+        put_partial(folder, new_name(folder.path, kind).name)
     mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
     for name in ('.hf_model.shared-0000000000ee', '.hf_model.probe-0000000000ff', *mine):
         (tmp_path / name).write_text('')
@@ -61,10 +61,10 @@ def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
     commit_one(folder, 5)
     commit_one(folder, 3)
-    os.rename(folder.final, tmp_path / '.hf_model.staging-0123456789ab')
+    os.rename(folder.path, tmp_path / '.hf_model.staging-0123456789ab')
     other = CheckpointFolder(tmp_path / 'elsewhere' / 'hf_model', max_keep=1)
     commit_one(other, 5)
-    os.rename(other.final, folder.final)
+    os.rename(other.path, folder.path)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     (tmp_path / 'elsewhere').rmdir()
     assert (visible(tmp_path), hidden(tmp_path)) == ({'hf_model': 3, 'hf_model_iter_5': 5}, set())
@@ -73,8 +73,8 @@ def test_of_two_whole_folders_the_later_commit_gets_the_name(tmp_path):
 def test_others_files_survive_a_death_between_moving_and_deleting(tmp_path):
     folder = CheckpointFolder(tmp_path / 'hf_model', max_keep=1)
     commit_one(folder, 1)
-    (folder.final / 'eval.json').write_text('result')
-    os.rename(folder.final, new_name(folder.final, 'discarded'))
+    (folder.path / 'eval.json').write_text('result')
+    os.rename(folder.path, new_name(folder.path, 'discarded'))
     put_whole(folder, 'hf_model', 2)
     CheckpointFolder(tmp_path / 'hf_model', max_keep=1).recover()
     assert (tmp_path / 'hf_model_others_iter_1' / 'eval.json').read_text() == 'result'
@@ -136,19 +136,19 @@ def test_an_evaluation_as_another_user_wrote_into_a_save(nobodys_folder, takes_a
     folder.claim()
     commit_one(folder, 1)
     with as_root():
-        (folder.final / 'eval').mkdir()
-        (folder.final / 'eval' / 'result.json').write_text('{}')
+        (folder.path / 'eval').mkdir()
+        (folder.path / 'eval' / 'result.json').write_text('{}')
         if takes_all:
-            os.chown(folder.final, 0, 0)
+            os.chown(folder.path, 0, 0)
     for number in (2, 3, 4):
         commit_one(folder, number)
-        folder.end_save()
+        folder.abort()
     folder.release()
     again = CheckpointFolder(nobodys_folder / 'hf_model', 1)
     again.claim()
     again.release()
     (result,) = nobodys_folder.glob('*/eval/result.json')
-    assert content(folder.final) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1 + takes_all
+    assert content(folder.path) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1 + takes_all
     assert takes_all or result.parents[1].name == 'hf_model_others_iter_1'
     with as_root():
         shutil.rmtree(result.parents[1])

@@ -112,7 +112,7 @@ class Run:
 
     def found(self) -> dict[str, int]:
         """Visible saves, each whole and of one save."""
-        return self.when_all_are_here(check_all, self.folder.final.parent)
+        return self.when_all_are_here(check_all, self.folder.path.parent)
 
     def end(self) -> None:
         self.folder.release()
@@ -189,7 +189,7 @@ def removed(parent: Path) -> dict[str, Any]:
                 shutil.rmtree(staging, ignore_errors=True)
 
     report['staging'] = run.save(2, mock.patch.object(OutputFile, 'write', write_and_remove)), run.found()
-    for number, gone in ((3, run.folder.final), (4, parent)):
+    for number, gone in ((3, run.folder.path), (4, parent)):
         run.when_all_are_here(shutil.rmtree if run.collective.rank == 1 else str, gone)
         report[gone.name] = run.save(number), run.found()
     run.end()
@@ -249,7 +249,7 @@ def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
         run.saver.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         assert run.save(1) == ''
         run.collective.agree('test')
-        paths = [run.folder.final, *run.folder.final.rglob('*')]
+        paths = [run.folder.path, *run.folder.path.rglob('*')]
         run.end()
     finally:
         os.umask(before)

@@ -86,6 +86,6 @@ def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
     folder.release()
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     if kind in CLONES:
-        assert content(folder.final) == 1 and errors == []
+        assert content(folder.path) == 1 and errors == []
     else:
         assert len(errors) == 1 and f'changed {name}' in errors[0]

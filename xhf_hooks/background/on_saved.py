@@ -85,7 +85,7 @@ class OnSaved(EachSave[Job]):
 
     def work(self, job: Job) -> None:
         """Run the command, and report what became of it."""
-        place, began = job.kept.place, time.monotonic()
+        place, began = job.kept.path, time.monotonic()
         output = place.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
         files = _files(place)

@@ -18,7 +18,7 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.kept_folder import new_name
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
-from xhf_hooks.places.who_writes import is_shared
+from xhf_hooks.places.who_writes import all_ranks_see
 from xhf_hooks.planning.types import Step
 
 #: Seconds between looks at the store for what other ranks do.
@@ -96,7 +96,7 @@ class Uploads(EachSave[UploadJob]):
         try:
             with collective.stage('upload'):
                 kept = self.keep(target, step) if self._rank == 0 else None
-                offer = None if kept is None else (kept.place.name, self._destinations[target.name].run)
+                offer = None if kept is None else (kept.path.name, self._destinations[target.name].run)
         except SharedError:
             if kept is not None:
                 kept.release()
@@ -104,7 +104,7 @@ class Uploads(EachSave[UploadJob]):
         offer = collective.broadcast(offer)
         self._number += 1
         if offer is not None and self._rank < self._n_ranks:
-            folder = target.final.with_name(offer[0])  # other hosts may mount it elsewhere
+            folder = target.path.with_name(offer[0])  # other hosts may mount it elsewhere
             # Other ranks do what the pointer says
             self.add(UploadJob(target.name, step, kept, self._number, folder, offer[1]), replaces=self._rank == 0)
 
@@ -217,5 +217,5 @@ def uploads_of_run(
         final.name: StoredSaves(url, final.name, max_keep if final == finals[0] else 1, backend_args, log.warning)
         for final in finals
     }
-    n_ranks = collective.world_size if is_shared(new_name(finals[0], 'shared'), collective) else 1
+    n_ranks = collective.world_size if all_ranks_see(new_name(finals[0], 'shared'), collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

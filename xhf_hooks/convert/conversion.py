@@ -257,8 +257,8 @@ class Conversion:
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()
-            target.room(self.plan.nbytes)
-            with naming(target.final):
+            target.require_room(self.plan.nbytes)
+            with naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
             tally = write_weights(
                 staging,
@@ -271,15 +271,15 @@ class Conversion:
             )
             tensors = tally.written()
             save = WrittenSave(self.plan, tensors, self.step, self._facts())
-            with naming(target.final):
+            with naming(target.path):
                 target.commit(save, 'full' if self._options.verify else 'sizes')
         finally:  # including signals
-            target.end_save()
+            target.abort()
             target.release()
         seconds = time.perf_counter() - started
         cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
-        return CommittedCheckpoint(target.final, self.step, cost, tuple(notes))
+        return CommittedCheckpoint(target.path, self.step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""

@@ -168,7 +168,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
                 if collective.rank == 0:
                     earlier = [BestSave.described_by(*found) for found in self._saves.manifests_of_others()]
                     earlier += best_of_earlier_runs(hub)
-                    for line in self._best.begin(self._saves.newest.final, earlier, hub):
+                    for line in self._best.begin(self._saves.newest.path, earlier, hub):
                         self._log.info(line)
         except XhfError:
             self.close()

@@ -41,12 +41,12 @@ from xhf_hooks.planning.types import Step, WrittenSave
 class CheckpointFolder:
     """Where committed saves go: the folder of the newest, such as ``hf_model``, and older and temporary ones beside it.
 
-    Rank 0 calls all methods, except that every rank calls :meth:`end_save`. In this order:
+    Rank 0 calls all methods, except that every rank calls :meth:`abort`. In this order:
 
     - before training :meth:`claim`, after which no other run can use the folder;
-    - for each save :meth:`open_staging`, which returns an empty folder; :meth:`room`; then all ranks write into it,
-      each under ``final.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`, which
-      gives it the final name, and only then deletes older saves; and :meth:`end_save`, however the save ended;
+    - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_room`; then all ranks write into
+      it, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`,
+      which gives it the name of the newest save, and only then deletes older ones; and :meth:`abort`, however it ended;
     - after a commit and before the next one :meth:`keep`, for readers that need the save longer;
     - at the end :meth:`release`.
 
@@ -54,7 +54,7 @@ class CheckpointFolder:
     folder is changed, the server is asked what its name refers to (:func:`.kept_folder.look_up`).
 
     Args:
-        final: The path of the newest committed save. Two targets with the same one are the same.
+        path: Of the newest committed save. Two targets with the same one are the same.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         fsync: Flush to the disk before the commit. Only the benchmark turns this off.
         elsewhere: How the user chooses another folder, for messages.
@@ -68,24 +68,24 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        final: Path,
+        path: Path,
         max_keep: int,
         *,
         fsync: bool = True,
         elsewhere: str = 'set out_dir to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
-        self.final, self.name, self.max_keep, self.fsync = final, final.name, max_keep, fsync
+        self.path, self.name, self.max_keep, self.fsync = path, path.name, max_keep, fsync
         self.staging: Path | None = None
         self._staged: os.stat_result | None = None
-        self.lock = RunLock(final)
-        self.others = OtherFolders(final, warn)
+        self.lock = RunLock(path)
+        self.others = OtherFolders(path, warn)
         self._run, self._number = uuid.uuid4().hex, -1
         self.elsewhere, self._warn = elsewhere, warn
 
     def beside(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
-        return CheckpointFolder(self.final.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
+        return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
     def claim(self, bases: Iterable[str | Path] = ()) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
@@ -96,12 +96,12 @@ class CheckpointFolder:
         Raises:
             TargetError: It is not writable, is in use by another run, or holds foreign files or one of the bases.
         """
-        parent = self.final.parent
+        parent = self.path.parent
         try:
             try:
                 parent.mkdir(parents=True, exist_ok=True)
                 self._take_lock()
-                probe = new_name(self.final, 'discarded')  # as long as names get
+                probe = new_name(self.path, 'discarded')  # as long as names get
                 probe.write_bytes(b'x')
             except OSError as error:
                 raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
@@ -117,12 +117,12 @@ class CheckpointFolder:
     def _take_lock(self) -> None:
         if not self.lock.acquire(patience_secs=10.0):
             raise TargetError(
-                f'{self.final} is in use by {self.lock.holder or "another run"}; {self.elsewhere} another. If that '
+                f'{self.path} is in use by {self.lock.holder or "another run"}; {self.elsewhere} another. If that '
                 f'host is dead and the file system has kept its lock, remove {self.lock.path}'
             )
         if self.lock.holder and not self.lock.is_seen:
             self._warn(
-                f"{self.final}: hosts do not see each other's locks here, and {self.lock.holder} has saved there and "
+                f"{self.path}: hosts do not see each other's locks here, and {self.lock.holder} has saved there and "
                 f'not ended well; if it is still running, stop one of the two runs'
             )
 
@@ -136,27 +136,27 @@ class CheckpointFolder:
         Raises:
             TargetError: Something else has that name.
         """
-        final, found = self.final, look_up(self.final)
+        path, found = self.path, look_up(self.path)
         if found is None:
             return None
         commit, what = None, ''
         try:
             if not stat.S_ISDIR(found.st_mode):
                 what = 'is not a folder'
-            elif (commit := read_commit(final)) is None and any(final.iterdir()):
+            elif (commit := read_commit(path)) is None and any(path.iterdir()):
                 what = 'holds files that this package did not write'
         except OSError as error:
             what = f'cannot be read ({error})'
         if what:
-            raise TargetError(f'{final} {what}, and a save would replace it; move it away, or {self.elsewhere} another')
+            raise TargetError(f'{path} {what}, and a save would replace it; move it away, or {self.elsewhere} another')
         return commit
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
         self.others.guard(bases)
-        for folder in (self.final, *self.others.archives(), *self.others.find(*_TEMPORARY)):
+        for folder in (self.path, *self.others.archives(), *self.others.find(*_TEMPORARY)):
             if self.others.is_base(folder):
                 raise TargetError(
-                    f'{folder} is the base model that this run starts from, or holds it, and saves to {self.final} '
+                    f'{folder} is the base model that this run starts from, or holds it, and saves to {self.path} '
                     f'would replace or delete it; {self.elsewhere} another folder'
                 )
 
@@ -167,7 +167,7 @@ class CheckpointFolder:
             for left in self.others.find('kept', 'probe', 'shared'):
                 with self.others.going_on(f'{left}, which an earlier run left, could not be deleted'):
                     self.others.remove(left)
-            fsync(self.final.parent)
+            fsync(self.path.parent)
 
     def _recover_saves(self) -> None:
         """Give complete saves a name, and delete partial ones and what was left of deleted ones."""
@@ -185,38 +185,38 @@ class CheckpointFolder:
         if saved is None:
             self.others.remove(left)
             return
-        look_up(self.final)
-        current = read_commit(self.final)
+        look_up(self.path)
+        current = read_commit(self.path)
         if current is None:
-            os.rename(left, self.final)
-        elif saved.is_later(current) and not self.others.is_base(self.final):
+            os.rename(left, self.path)
+        elif saved.is_later(current) and not self.others.is_base(self.path):
             self.others.archive(self._replace_final(left), current)
         else:
             self.others.archive(left, saved)
 
     def _cleaning_up(self) -> AbstractContextManager[None]:
-        return self.others.going_on(f'{self.final.parent}: leftovers of earlier saves could not be cleaned up')
+        return self.others.going_on(f'{self.path.parent}: leftovers of earlier saves could not be cleaned up')
 
     def open_staging(self) -> Path:
-        """Begin a save, or a trial run that ends with :meth:`end_save`; returns an empty folder."""
-        self.final.parent.mkdir(parents=True, exist_ok=True)
+        """Begin a save, or a trial run that ends with :meth:`abort`; returns an empty folder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._recover_saves()  # of a save that failed, or could not clean up
-        self.staging = new_name(self.final, 'staging')
+        self.staging = new_name(self.path, 'staging')
         self.staging.mkdir()
         self._staged = os.lstat(self.staging)
         return self.staging
 
-    def room(self, needed_nbytes: int) -> None:
+    def require_room(self, needed_nbytes: int) -> None:
         """Check that there is room for a save.
 
         Raises:
             TargetError: There is not.
         """
-        free = shutil.disk_usage(self.final.parent).free
+        free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
             fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
             raise TargetError(
-                f'{self.final.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
+                f'{self.path.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
 
@@ -261,14 +261,14 @@ class CheckpointFolder:
         Raises:
             TargetError: It cannot be kept.
         """
-        return keep_folder(self.final)
+        return keep_folder(self.path)
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save; None if there is none. Runs on: rank 0, after :meth:`claim`."""
-        path = self.final / MANIFEST_NAME
+        path = self.path / MANIFEST_NAME
         return path.read_bytes() if path.is_file() else None
 
-    def end_save(self) -> None:
+    def abort(self) -> None:
         """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
         staging, self.staging = self.staging, None
         if staging is not None:
@@ -280,13 +280,13 @@ class CheckpointFolder:
     def _publish(self, step: Step) -> None:
         self._refuse_foreign()
         displaced = None
-        if self.final.exists():
+        if self.path.exists():
             displaced = self._replace_final(self.staging)
         else:
-            os.rename(self.staging, self.final)
+            os.rename(self.staging, self.path)
         self.staging = None  # that name may be the old save's
-        with self.others.going_on(f'{self.final}: the new save is complete, but not all is cleaned up'):
-            fsync(self.final.parent)  # before anything is deleted
+        with self.others.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
+            fsync(self.path.parent)  # before anything is deleted
             if displaced is not None:
                 self.others.tidy(displaced, step, self.max_keep)
             self.others.delete_outdated(self.max_keep)
@@ -297,13 +297,13 @@ class CheckpointFolder:
         Raises:
             OSError, TargetError: It could not be done; the message says if the old folder does not have its name.
         """
-        self.others.require_no_base(self.final)
-        if exchange(new, self.final):
+        self.others.require_no_base(self.path)
+        if exchange(new, self.path):
             return new
-        aside = new_name(self.final, 'previous')
-        os.rename(self.final, aside)
+        aside = new_name(self.path, 'previous')
+        os.rename(self.path, aside)
         try:
-            os.rename(new, self.final)
+            os.rename(new, self.path)
         except OSError as error:
             self._put_back(aside, error)
             raise
@@ -311,10 +311,10 @@ class CheckpointFolder:
 
     def _put_back(self, aside: Path, error: OSError) -> None:
         try:
-            os.rename(aside, self.final)
+            os.rename(aside, self.path)
         except OSError as second:
             raise TargetError(
-                f'{self.final} was not replaced ({error}), and is missing, since the save that had this name could not '
+                f'{self.path} was not replaced ({error}), and is missing, since the save that had this name could not '
                 f'get it back ({second}). That save is complete, as {aside}; the next save or run gives it its name'
             ) from error
 
@@ -378,4 +378,4 @@ def claim_targets(
             with folder.others.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
                 for run in sweep_dead_runs(sweep, folder.name, bases, log.warning):
                     log.info(f'removed what a killed run left in {run}')
-    folders[0].room(nbytes)
+    folders[0].require_room(nbytes)

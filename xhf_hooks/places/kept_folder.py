@@ -19,9 +19,9 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, read_commit
 from xhf_hooks.system.calls import renameat2
 
 
-def new_name(final: Path, kind: str) -> Path:
-    """A new, unique name beside the final one. :meth:`CheckpointFolder.recover` knows the kinds."""
-    return final.with_name(f'.{final.name}.{kind}-{uuid.uuid4().hex[:12]}')
+def new_name(folder: Path, kind: str) -> Path:
+    """A new, unique name beside this one. :meth:`CheckpointFolder.recover` knows the kinds."""
+    return folder.with_name(f'.{folder.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 
 def look_up(path: Path) -> os.stat_result | None:

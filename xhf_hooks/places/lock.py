@@ -29,8 +29,8 @@ class RunLock:
         holder: Who else has signed the file: holds the lock, or was killed.
     """
 
-    def __init__(self, final: Path) -> None:
-        self.path = final.with_name(f'.{final.name}.lock')
+    def __init__(self, folder: Path) -> None:
+        self.path = folder.with_name(f'.{folder.name}.lock')
         self._fd: int | None = None
         self._pid = 0
         self.is_seen = True

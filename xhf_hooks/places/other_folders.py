@@ -27,12 +27,12 @@ class OtherFolders:
     """What lies beside the folder of the newest save, and how it is deleted.
 
     Args:
-        final: The folder of the newest save.
+        newest: The folder of the newest save.
         warn: Called with what could not be cleaned up, and with what was found that is not ours.
     """
 
-    def __init__(self, final: Path, warn: Callable[[str], object]) -> None:
-        self._final, self._warn = final, warn
+    def __init__(self, newest: Path, warn: Callable[[str], object]) -> None:
+        self._newest, self._warn = newest, warn
         self._told: set[str] = set()
         self._guarded: set[Path] = set()
 
@@ -77,9 +77,9 @@ class OtherFolders:
 
         Not by iteration: a resumed run commits some iterations again.
         """
-        name = re.escape(self._final.name)
+        name = re.escape(self._newest.name)
         found = {}
-        for path in self._final.parent.iterdir():
+        for path in self._newest.parent.iterdir():
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and _is_folder(path):
                 with self.going_on(f'{path} cannot be read, so it stays'):
                     saved = read_commit(path)
@@ -90,7 +90,7 @@ class OtherFolders:
 
     def archive(self, folder: Path, saved: Manifest) -> None:
         """Give a complete save the name of an older one. Whatever has that name keeps it."""
-        wanted = self._final.with_name(f'{self._final.name}_{saved.step.label}')
+        wanted = self._newest.with_name(f'{self._newest.name}_{saved.step.label}')
         path = unused(wanted)
         os.rename(folder, path)
         fsync(path.parent)
@@ -101,7 +101,7 @@ class OtherFolders:
         """After a commit, archive or delete the folder that had the final name before."""
         saved = read_commit(displaced)
         if saved is None:  # it was empty when it was looked at
-            self._delete_ours(displaced, {}, str(self._final), 'others')
+            self._delete_ours(displaced, {}, str(self._newest), 'others')
         elif max_keep == 1 or saved.step == newest:
             self.discard(displaced)
         else:
@@ -124,7 +124,7 @@ class OtherFolders:
         """
         with self.going_on(f'{folder}, which is no longer needed, could not be deleted'):
             self.require_no_base(folder)
-            discarded = new_name(self._final, 'discarded')
+            discarded = new_name(self._newest, 'discarded')
             os.rename(folder, discarded)
             self.remove(discarded)
 
@@ -147,8 +147,8 @@ class OtherFolders:
 
     def find(self, *kinds: str) -> list[Path]:
         """Temporary files and folders of these kinds, as :func:`.new_name` names them."""
-        pattern = re.compile(rf'\.{re.escape(self._final.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
-        return sorted(path for path in self._final.parent.iterdir() if pattern.fullmatch(path.name))
+        pattern = re.compile(rf'\.{re.escape(self._newest.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
+        return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
 
     def _delete_ours(self, folder: Path, saved: dict[str, FileRecord], what: str, suffix: str) -> None:
         """Delete the files of a save. If there are others, the folder stays with these, under another name.
@@ -170,7 +170,7 @@ class OtherFolders:
         for inner in sorted({inner for name in saved for inner in Path(name).parents}, reverse=True):
             with contextlib.suppress(OSError):  # others are in it
                 (folder / inner).rmdir()
-        place = unused(self._final.with_name(f'{self._final.name}_{suffix}'))
+        place = unused(self._newest.with_name(f'{self._newest.name}_{suffix}'))
         os.rename(folder, place)
         (place / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
         found = some(sorted(names[path] for path in others))

@@ -12,7 +12,7 @@ from xhf_hooks.errors import TargetError
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 
-def is_shared(probe: Path, collective: Collective) -> bool:
+def all_ranks_see(probe: Path, collective: Collective) -> bool:
     """Rank 0 makes the file ``probe``, and all ranks open it. Runs on: all ranks.
 
     The inode number must be equal on all ranks: writers identify files by it (writers/output_file.py). NFS, Lustre,
@@ -85,7 +85,7 @@ def choose_writer(log: logging.Logger | logging.LoggerAdapter, option: str, prob
         probe: Path of a test file beside the output folder, with a name that was never used before.
     """
     wanted = 'positional' if option == 'auto' else option
-    if not WhoWrites(wanted).all_ranks or is_shared(probe, collective):
+    if not WhoWrites(wanted).all_ranks or all_ranks_see(probe, collective):
         return wanted
     log.warning(
         f'not all ranks see {probe.parent}, so rank 0 writes: the writer is stream, not {wanted}. '

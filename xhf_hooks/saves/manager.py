@@ -128,7 +128,7 @@ class CheckpointManager:
         with ExitStack() as ending:
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
-            writer = choose_writer(log, options.writer, new_name(self.newest.final, 'shared'), self.collective)
+            writer = choose_writer(log, options.writer, new_name(self.newest.path, 'shared'), self.collective)
             self._saver = Saver(
                 unwrapped,
                 options,
@@ -143,7 +143,7 @@ class CheckpointManager:
             for target in self._targets:
                 ending.callback(target.release)
             if options.upload_to is not None:
-                finals = [target.final for target in self._targets]
+                finals = [target.path for target in self._targets]
                 self._uploads = uploads_of_run(
                     options.upload_to, options.backend_args, options.upload_keep, finals, self.collective, log
                 )
@@ -335,7 +335,7 @@ class CheckpointManager:
         """
         found = []
         for suffix, target in self.others.items():
-            found.append((target.newest_manifest(), str(target.final), suffix))
+            found.append((target.newest_manifest(), str(target.path), suffix))
             if self._uploads is not None:
                 found.append((*self._uploads.newest(target.name), suffix))
         return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
@@ -369,7 +369,7 @@ class CheckpointManager:
     @property
     def _places(self) -> set[str]:
         """The folders and URLs of saves: no two managers of a process have one in common."""
-        url, folders = self._options.upload_to, [target.final for target in self._targets]
+        url, folders = self._options.upload_to, [target.path for target in self._targets]
         return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
 
     def _find_tokenizer(self, tokenizer: Any | None, finish: Callable[..., Any] | None) -> None:
@@ -392,7 +392,7 @@ class CheckpointManager:
             self._log,
             plan,
             saver.exporter,
-            where=self.newest.final,
+            where=self.newest.path,
             when=self._occasions(when),
             how=how,
             expects_slices=saver.who_writes is not WhoWrites.GATHER and self.collective.world_size > 1,
@@ -449,7 +449,7 @@ class CheckpointManager:
             is_another = self._run is not None and other._run is not None and other._run() is not self._run()
             is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
             if is_another and is_over:
-                self._log.warning(f'{other.newest.final}: an earlier run was interrupted and is now closed')
+                self._log.warning(f'{other.newest.path}: an earlier run was interrupted and is now closed')
                 other.close()
             elif both:
                 raise TargetError(

@@ -165,10 +165,10 @@ class Saver:
             Warnings for the log.
         """
         try:
-            with naming(target.final):
+            with naming(target.path):
                 return self.exporter.write_hf_assets(target.open_staging(), self.tokenizer, self.eos_token_ids)
         finally:
-            target.end_save()
+            target.abort()
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training.
@@ -365,7 +365,7 @@ class Save:
                 with self.clock.stage('commit'):
                     committed = self._commit(tally)
             finally:
-                for clean_up in (self._saver.writer.abort, self._target.end_save):
+                for clean_up in (self._saver.writer.abort, self._target.abort):
                     with contextlib.suppress(Exception):  # what is left is removed before the next save
                         clean_up()
         try:
@@ -380,10 +380,10 @@ class Save:
     def _stage(self) -> tuple[str, dict[str, FileIdentity]]:
         """Prepare the staging folder; returns its name, and the files that ranks write into."""
         saver, made, copies = self._saver, None, None
-        with self._collective.stage('staging'), naming(self._target.final):
+        with self._collective.stage('staging'), naming(self._target.path):
             if self._is_rank0:
                 staging = self._target.open_staging()
-                self._target.room(saver.plan.nbytes)
+                self._target.require_room(saver.plan.nbytes)
                 self._warnings += saver.exporter.write_hf_assets(staging, saver.tokenizer, saver.eos_token_ids)
                 made = staging.name, saver.writer.create(saver.plan, staging)
             if self._copied is None:  # else they were compared before training went on
@@ -396,7 +396,7 @@ class Save:
         """Write this rank's part; returns what it was."""
         saver, collective, step = self._saver, self._collective, self._step
         with collective.stage('write'):
-            folder = self._target.final.with_name(staging)  # hosts may mount the file system elsewhere
+            folder = self._target.path.with_name(staging)  # hosts may mount the file system elsewhere
             saver.writer.open(saver.plan, folder, files, fsync=self._target.fsync)
             n_writers = collective.world_size if saver.who_writes.all_ranks else 1
             progress = Progress(saver.log, step.label, saver.plan.nbytes // n_writers)
@@ -429,8 +429,8 @@ class Save:
             tensors = tally.written() if self._is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.facts, **self._facts})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
-            committed = CommittedCheckpoint(target.final, self._step, self._cost(), warnings)
-        with collective.stage('commit'), naming(target.final):
+            committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
+        with collective.stage('commit'), naming(target.path):
             if self._is_rank0:
                 # Beside training, bytes are read back in this thread: none can be started while the process exits
                 target.commit(written, saver.options.verify, None if self._copied is None else 1)

@@ -70,14 +70,14 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     save = WrittenSave(plan, stage(folder, plan, number), iteration(number))
     manifest = describe_folder(folder.staging, save, 0, '')
     (folder.staging / MANIFEST_NAME).write_bytes(manifest)
-    path = folder.final.with_name(name)
+    path = folder.path.with_name(name)
     os.rename(folder.staging, path)
     return path
 
 
 def put_partial(folder: CheckpointFolder, name: str) -> Path:
     """Make what a run leaves if it is killed while writing: an incomplete file and no manifest."""
-    path = folder.final.with_name(name)
+    path = folder.path.with_name(name)
     path.mkdir()
     (path / 'model-00001-of-00003.safetensors').write_bytes(b'half a')
     return path

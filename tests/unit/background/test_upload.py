@@ -65,7 +65,7 @@ class Ranks:
         kept = folder.keep()
         for rank, uploads in enumerate(self.ranks):
             own = kept if rank == 0 else None
-            job = UploadJob(name, iteration(number), own, number, kept.place, self.destinations[name].run)
+            job = UploadJob(name, iteration(number), own, number, kept.path, self.destinations[name].run)
             uploads.add(job, replaces=rank == 0)
 
     def newest(self, name: str = 'hf_model') -> str | None:

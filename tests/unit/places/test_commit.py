@@ -45,7 +45,7 @@ def test_a_reader_never_finds_the_name_missing(folder):
 
     def poll() -> None:
         while not ended.is_set():
-            missed.extend([] if (folder.final / MANIFEST_NAME).exists() else [1])
+            missed.extend([] if (folder.path / MANIFEST_NAME).exists() else [1])
 
     reader = threading.Thread(target=poll, daemon=True)
     reader.start()
@@ -53,7 +53,7 @@ def test_a_reader_never_finds_the_name_missing(folder):
         commit_one(folder, number)
     ended.set()
     reader.join()
-    assert missed == [] and content(folder.final) == 13
+    assert missed == [] and content(folder.path) == 13
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep)
     """An evaluation's result, a converted model, a link, a folder: when their save goes, they stay."""
     folder = claimed(tmp_path / 'hf_model', max_keep, said := [])
     commit_one(folder, 1)
-    (folder.final / 'eval').mkdir()
-    (folder.final / 'eval' / 'result.json').write_text('{"score": 1}')
-    (folder.final / 'model.gguf').write_bytes(b'gguf')
-    (folder.final / 'data').symlink_to(tmp_path)
+    (folder.path / 'eval').mkdir()
+    (folder.path / 'eval' / 'result.json').write_text('{"score": 1}')
+    (folder.path / 'model.gguf').write_bytes(b'gguf')
+    (folder.path / 'data').symlink_to(tmp_path)
     for number in range(2, max_keep + 2):
         commit_one(folder, number)
     kept = tmp_path / 'hf_model_others_iter_1'
@@ -124,25 +124,25 @@ def test_damaged_staging_is_refused(folder, tmp_path, damage):
         path.unlink()
     with pytest.raises(IncompleteError, match=path.name):
         folder.commit(WrittenSave(plan, tensors, iteration(2)), 'full' if damage == 'a flipped bit' else 'sizes')
-    folder.end_save()
+    folder.abort()
     assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == {'.hf_model.lock'}
 
 
 def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_ways):
     """``claim`` found the name free; hours later it holds files that are not ours."""
-    folder.final.mkdir()
-    (folder.final / 'notes.txt').write_text('mine')
+    folder.path.mkdir()
+    (folder.path / 'notes.txt').write_text('mine')
     with pytest.raises(TargetError, match='did not write'):
         commit_one(folder, 1)
-    assert (folder.final / 'notes.txt').read_text() == 'mine'
+    assert (folder.path / 'notes.txt').read_text() == 'mine'
 
 
 def test_room(folder, tmp_path):
-    folder.room(1)
+    folder.require_room(1)
     with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
-        folder.room(10**18)
+        folder.require_room(10**18)
     assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
-    several = CheckpointFolder(folder.final, 3)
+    several = CheckpointFolder(folder.path, 3)
     with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
-        several.room(10**18)
+        several.require_room(10**18)

@@ -37,24 +37,24 @@ def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_lin
 
         monkeypatch.setattr(kept_folder.os, 'link', refuse)
     commit_one(folder, 1)
-    manifest = strict_json.read(folder.final / MANIFEST_NAME)
-    (folder.final / 'adapter').mkdir()
-    (folder.final / 'adapter' / 'config.json').write_text('{}')
+    manifest = strict_json.read(folder.path / MANIFEST_NAME)
+    (folder.path / 'adapter').mkdir()
+    (folder.path / 'adapter' / 'config.json').write_text('{}')
     manifest['files']['adapter/config.json'] = {'nbytes': 2, 'crc32': 'a3a6bf43'}
-    (folder.final / MANIFEST_NAME).write_text(json.dumps(manifest))
-    (folder.final / 'notes.txt').write_text('of somebody else')
+    (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (folder.path / 'notes.txt').write_text('of somebody else')
     kept = folder.keep()
-    for path in kept.place.rglob('*.*'):
-        is_link = os.path.samefile(path, folder.final / path.relative_to(kept.place))
+    for path in kept.path.rglob('*.*'):
+        is_link = os.path.samefile(path, folder.path / path.relative_to(kept.path))
         assert is_link == (has_links and path.suffix == '.safetensors')
     for number in (2, 3):
         commit_one(folder, number)
-    check_folder(kept.place, read_manifest(kept.place))
-    assert {p.relative_to(kept.place).as_posix() for p in kept.place.rglob('*') if p.is_file()} == {
+    check_folder(kept.path, read_manifest(kept.path))
+    assert {p.relative_to(kept.path).as_posix() for p in kept.path.rglob('*') if p.is_file()} == {
         *manifest['files'],
         MANIFEST_NAME,
     }
-    assert content(folder.final) == 3
+    assert content(folder.path) == 3
     kept.release()
     kept.release()
     assert kept_names(tmp_path) == []
@@ -65,7 +65,7 @@ def test_the_next_run_removes_what_a_killed_one_kept(folder, tmp_path):
     folder.keep()
     folder.open_staging()
     assert len(kept_names(tmp_path)) == 1, 'a save of the same run leaves it to its readers'
-    folder.end_save()
+    folder.abort()
     folder.release()
     again = CheckpointFolder(tmp_path / 'hf_model', 1)
     again.claim()

@@ -33,13 +33,13 @@ def own_link(path: Path) -> None:
     """To a save of ours that was put elsewhere."""
     elsewhere = CheckpointFolder(path.parent / 'elsewhere' / 'hf_model', 1)
     commit_one(elsewhere, 1)
-    path.symlink_to(elsewhere.final)
+    path.symlink_to(elsewhere.path)
 
 
 def own_name_for_another_save(path: Path) -> None:
     elsewhere = CheckpointFolder(path.parent / 'elsewhere' / 'hf_model', 1)
     commit_one(elsewhere, 9)
-    os.rename(elsewhere.final, path)
+    os.rename(elsewhere.path, path)
 
 
 def of_a_newer_version(path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_smaller_max_keep_ckpts_deletes_nothing_before_the_first_save(tmp_path
     shutil.rmtree(tmp_path / 'hf_model')
     folder = claimed(tmp_path / 'hf_model', 1)
     folder.open_staging()
-    folder.end_save()
+    folder.abort()
     assert visible(tmp_path) == {'hf_model_iter_1': 1, 'hf_model_iter_2': 2}
     commit_one(folder, 4)
     assert visible(tmp_path) == {'hf_model': 4}
@@ -110,10 +110,10 @@ def test_a_file_of_the_save_that_somebody_edited_is_set_apart(tmp_path):
     plan_files = {'config.json': '{"a": 1}'}
     commit_one(folder, 1)
     for name, text in plan_files.items():  # as if saved with it
-        manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
+        manifest = json.loads((folder.path / MANIFEST_NAME).read_text())
         manifest['files'][name] = {'nbytes': len(text), 'crc32': '00000000'}
-        (folder.final / MANIFEST_NAME).write_text(json.dumps(manifest))
-        (folder.final / name).write_text('{"a": 2}')
+        (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
+        (folder.path / name).write_text('{"a": 2}')
     commit_one(folder, 2)
     assert (tmp_path / 'hf_model_others_iter_1' / 'config.json').read_text() == '{"a": 2}'
     assert [path.name for path in (tmp_path / 'hf_model_others_iter_1').iterdir()] == ['config.json'] and len(said) == 1
@@ -124,10 +124,10 @@ def test_a_folder_behind_a_link_in_a_save_is_not_emptied(tmp_path):
     folder = claimed(tmp_path / 'hf_model', 1)
     commit_one(folder, 1)
     own_folder(tmp_path / 'mine')
-    (folder.final / 'adapter').symlink_to(tmp_path / 'mine')
-    manifest = json.loads((folder.final / MANIFEST_NAME).read_text())
+    (folder.path / 'adapter').symlink_to(tmp_path / 'mine')
+    manifest = json.loads((folder.path / MANIFEST_NAME).read_text())
     manifest['files']['adapter/thesis.tex'] = {'nbytes': 4, 'crc32': '00000000'}
-    (folder.final / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
     commit_one(folder, 2)
     assert (tmp_path / 'mine' / 'thesis.tex').read_text() == 'mine'
 
@@ -142,14 +142,14 @@ def test_a_leftover_whose_manifest_is_not_understood_stays(tmp_path, kind):
     of_a_newer_version(left)
     folder = claimed(tmp_path / 'hf_model', 1, said := [])
     commit_one(folder, 1)
-    assert (left / 'thesis.tex').read_text() == 'mine' and content(folder.final) == 1
+    assert (left / 'thesis.tex').read_text() == 'mine' and content(folder.path) == 1
     (warning,) = said
     assert str(left) in warning and 'upgrade xhf_hooks' in warning
 
 
 def test_a_manifest_that_cannot_be_read_is_not_a_missing_one(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
-    left = put_whole(folder, new_name(folder.final, 'previous').name, 1)
+    left = put_whole(folder, new_name(folder.path, 'previous').name, 1)
     read, stale = Path.read_bytes, OSError(errno.ESTALE, 'Stale file handle')
 
     def read_or_fail(path: Path) -> bytes:
@@ -169,7 +169,7 @@ def test_what_a_command_added_to_a_kept_save_survives_the_death_of_the_run(tmp_p
     folder = claimed(tmp_path / 'hf_model', 1)
     commit_one(folder, 1)
     kept = folder.keep()
-    own_folder(kept.place / 'results')
+    own_folder(kept.path / 'results')
     kept.release()  # moving it had failed
     folder.release()
     claimed(tmp_path / 'hf_model', 1)
@@ -193,7 +193,7 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch)
             folder = claimed(tmp_path / 'hf_model', 1, said := [])
             for number in range(first, first + 3):
                 commit_one(folder, number)
-                folder.end_save()
+                folder.abort()
             folder.release()
             assert visible(tmp_path) == {'hf_model': first + 2}
             assert len(said) == len(set(said)) > 0 and all('Permission denied' in each for each in said)
@@ -204,7 +204,7 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch)
 @pytest.mark.parametrize('call', ['iterdir', 'rename', 'fsync'])
 def test_recovery_that_fails_does_not_keep_a_run_from_starting(tmp_path, monkeypatch, call):
     folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
-    left = put_whole(folder, new_name(folder.final, 'previous').name, 1)
+    left = put_whole(folder, new_name(folder.path, 'previous').name, 1)
 
     def refuse(*args: Any) -> None:
         raise OSError(errno.EIO, 'Input/output error')
@@ -217,7 +217,7 @@ def test_recovery_that_fails_does_not_keep_a_run_from_starting(tmp_path, monkeyp
             monkeypatch.setattr(folder, '_refuse_bases', lambda bases: None)
         patch.setattr(where, call, refuse)
         folder.claim()
-    assert said and content(left if call != 'fsync' else folder.final) == 1
+    assert said and content(left if call != 'fsync' else folder.path) == 1
     commit_one(folder, 2)
     assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == {'.hf_model.lock'}
 
@@ -236,7 +236,7 @@ def test_a_name_that_cannot_be_flushed_is_told_and_the_older_save_stays(tmp_path
         patch.setattr(checkpoint_folder, 'fsync', refuse)
         commit_one(folder, 2)
     (left,) = hidden(tmp_path) - {'.hf_model.lock'}
-    assert (content(folder.final), content(tmp_path / left)) == (2, 1) and 'new save is complete' in said[0]
+    assert (content(folder.path), content(tmp_path / left)) == (2, 1) and 'new save is complete' in said[0]
     commit_one(folder, 3)
     assert visible(tmp_path) == {'hf_model': 3} and hidden(tmp_path) == {'.hf_model.lock'}
 
@@ -265,7 +265,7 @@ def test_a_save_that_cannot_get_its_name_gives_it_back_to_the_previous_one(tmp_p
         Renames(('staging',), patch)
         with pytest.raises(OSError, match='Input/output error') as caught:
             commit_one(folder, 2)
-        folder.end_save()
+        folder.abort()
     assert 'missing' not in str(caught.value)
     assert visible(tmp_path) == {'hf_model': 1} and hidden(tmp_path) == {'.hf_model.lock'}
 
@@ -277,11 +277,11 @@ def test_if_that_fails_too_the_error_says_where_the_previous_save_is(tmp_path, m
         Renames(('staging', 'previous'), patch)
         with pytest.raises(TargetError, match='is missing') as caught:
             commit_one(folder, 2)
-        folder.end_save()
+        folder.abort()
     (left,) = hidden(tmp_path) - {'.hf_model.lock'}
     assert str(tmp_path / left) in str(caught.value) and content(tmp_path / left) == 1
     folder.open_staging()
-    folder.end_save()
+    folder.abort()
     assert visible(tmp_path) == {'hf_model': 1} and hidden(tmp_path) == {'.hf_model.lock'}
 
 
@@ -299,9 +299,9 @@ def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeyp
         patch.setattr(checkpoint_folder, 'exchange', exchange_and_fail)
         with pytest.raises(OSError, match='Input/output error'):
             commit_one(folder, 2)
-        folder.end_save()
+        folder.abort()
     (left,) = hidden(tmp_path) - {'.hf_model.lock'}
-    assert (content(folder.final), content(tmp_path / left)) == (2, 1)
+    assert (content(folder.path), content(tmp_path / left)) == (2, 1)
 
 
 def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, monkeypatch):
@@ -315,7 +315,7 @@ def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, mo
 
     monkeypatch.setattr(checkpoint_folder, 'exchange', write_and_exchange)
     commit_one(folder, 1)
-    assert content(folder.final) == 1 and (tmp_path / 'hf_model_others' / 'thesis.tex').read_text() == 'mine'
+    assert content(folder.path) == 1 and (tmp_path / 'hf_model_others' / 'thesis.tex').read_text() == 'mine'
     assert 'thesis.tex' in said[0]
 
 
@@ -349,7 +349,7 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
     folder = make_saves(tmp_path / 'out')
     (tmp_path / 'link').symlink_to('out')
     (tmp_path / 'base').symlink_to('out/hf_model_iter_1')
-    (folder.final / 'llm').mkdir()
+    (folder.path / 'llm').mkdir()
     (tmp_path / 'linked').mkdir()
     shard = 'model-00001-of-00003.safetensors'
     (tmp_path / 'linked' / shard).symlink_to(f'../out/hf_model_iter_2/{shard}')
@@ -360,14 +360,14 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
     base = Path(BASES[name]) if is_relative else tmp_path / BASES[name]
     for max_keep in (1, -1):
         with pytest.raises(TargetError, match=r'is the base model that this run starts from.* set out_dir to another'):
-            CheckpointFolder(folder.final, max_keep).claim([base])
+            CheckpointFolder(folder.path, max_keep).claim([base])
     assert tree(tmp_path) == before
-    CheckpointFolder(folder.final, 3).claim([tmp_path / 'elsewhere', 'organization/name', tmp_path])
+    CheckpointFolder(folder.path, 3).claim([tmp_path / 'elsewhere', 'organization/name', tmp_path])
 
 
 def test_a_base_that_is_moved_among_the_saves_stays(tmp_path):
     """Its name is a link, so it is still known."""
-    base = make_saves(tmp_path / 'earlier').final
+    base = make_saves(tmp_path / 'earlier').path
     (tmp_path / 'base').symlink_to(base)
     folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1, warn=(said := []).append)
     folder.claim([tmp_path / 'base'])
@@ -379,13 +379,13 @@ def test_a_base_that_is_moved_among_the_saves_stays(tmp_path):
     for number in (5, 6, 7):
         commit_one(folder, number)
     assert content(moved) == 3 and len(said) == 1 and 'base model' in said[0]
-    shutil.rmtree(folder.final)
-    os.rename(moved, folder.final)
+    shutil.rmtree(folder.path)
+    os.rename(moved, folder.path)
     (tmp_path / 'base').unlink()
-    (tmp_path / 'base').symlink_to(folder.final)
+    (tmp_path / 'base').symlink_to(folder.path)
     with pytest.raises(TargetError, match='base model'):
         commit_one(folder, 8)
-    assert content(folder.final) == 3
+    assert content(folder.path) == 3
 
 
 def test_a_base_under_another_timestamp_is_not_replaced_by_what_a_killed_run_left_there(tmp_path):
@@ -394,7 +394,7 @@ def test_a_base_under_another_timestamp_is_not_replaced_by_what_a_killed_run_lef
     left = CheckpointFolder(tmp_path / 'other' / 'hf_model', 1)
     for number in (1, 2):
         commit_one(left, number)
-    os.rename(left.final, new_name(base.final, 'staging'))
-    put_partial(base, new_name(base.final, 'staging').name)
-    assert sweep_dead_runs(tmp_path, 'hf_model', [base.final]) == [base.final.parent]
-    assert visible(base.final.parent) == {'hf_model': 1, 'hf_model_iter_2': 2}
+    os.rename(left.path, new_name(base.path, 'staging'))
+    put_partial(base, new_name(base.path, 'staging').name)
+    assert sweep_dead_runs(tmp_path, 'hf_model', [base.path]) == [base.path.parent]
+    assert visible(base.path.parent) == {'hf_model': 1, 'hf_model_iter_2': 2}

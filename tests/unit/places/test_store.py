@@ -56,7 +56,7 @@ def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[st
     files = parse_manifest(data, '').files
     prefix = saves.begin(f'iter_{number}', files)
     for name, record in files.items():
-        send_file(saves.store, prefix, name, local.final / name, record)
+        send_file(saves.store, prefix, name, local.path / name, record)
     return prefix, data
 
 

@@ -77,7 +77,7 @@ class Saved:
         for rank in ranks:
             rank.close()
         folder.commit(WrittenSave(self.plan, self.written, Step('iter', 1, 1)))
-        self.path = folder.final
+        self.path = folder.path
 
     def _write(self, ranks: list[Writer], dice: random.Random) -> None:
         """Ranks go on in a random order; each has its own chunks in the order of the plan."""

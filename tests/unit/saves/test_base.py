@@ -56,7 +56,7 @@ def test_each_part_of_a_model_has_a_base(tmp_path):
 def test_the_folder_of_the_best_may_be_the_base_too(tmp_path):
     newest = CheckpointFolder(tmp_path / 'hf_model', 1)
     best = newest.beside('best')
-    best.final.mkdir()
+    best.path.mkdir()
     with pytest.raises(TargetError, match=r'hf_model_best is the base model .* set out_dir to another'):
-        claim_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.final)])
+        claim_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
     newest.release()
