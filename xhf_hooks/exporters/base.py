@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters.hf_assets import base_dir_of, is_remote_code
-from xhf_hooks.exporters.tokenizer import load_tokenizer
+from xhf_hooks.exporters.base_files import base_dir_of, is_remote_code, load_tokenizer
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config

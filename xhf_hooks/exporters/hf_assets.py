@@ -1,14 +1,8 @@
-"""Writes all files of a Hugging Face folder except the weights. Never edits objects of the live model.
-
-transformers 5 writes RoPE as ``rope_parameters``. transformers 4 ignores that, and computes with its default without a
-word. So config.json gets the older names, too, if the installed class proves them: it must read the same RoPE from them
-alone, and the same config from the file with them as without them.
-"""
+"""Writes all files of a Hugging Face folder except the weights. Never edits objects of the live model."""
 
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
 import tempfile
@@ -19,29 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.tokenizer import PROCESSOR_FILES, base_file, write_tokenizer
+from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
+from xhf_hooks.exporters.transformers_4.rope import add_older_rope
+from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
     from xhf_hooks.exporters.base import Exporter
 
-_ROPE = 'rope_parameters'
-#: Types that transformers 4 computes (``ROPE_INIT_FUNCTIONS`` in ``modeling_rope_utils.py`` of 4.57). Others are
-#: transformers 5's names for what is fixed in an older class.
-_SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
-_SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
 #: Embeddings are padded to a multiple of this, or of a multiple of it.
 _ROWS_MULTIPLE = 8
 #: Fields that count layers for multi-token prediction, such as num_nextn_predict_layers (DeepSeek, GLM, MiMo) and
 #: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
 _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
 _MTP_TENSOR, _LAYER = re.compile(r'(^|[._])(mtp|nextn)[._]'), re.compile(r'(?:^|\.)layers\.(\d+)\.')
-_FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
 
 
 @contextmanager
@@ -78,7 +67,7 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     for part in vars(config).values() if dtype is not None else ():
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
             setattr(part, dtype_option, getattr(config, dtype_option))
-    base = _base_json(base_dir, 'config.json')
+    base = base_json(base_dir, 'config.json')
     text = text_config(config)
     _restore_use_cache(config, base)
     if text is not config:
@@ -92,7 +81,7 @@ def forget_use_cache(config: PretrainedConfig, base_dir: str) -> None:
 
     Trainer's own folder says nothing of the base; then it is the class's default.
     """
-    of_base = {} if (Path(base_dir) / 'trainer_state.json').is_file() else _base_json(base_dir, 'config.json')
+    of_base = {} if (Path(base_dir) / 'trainer_state.json').is_file() else base_json(base_dir, 'config.json')
     _restore_use_cache(config, of_base)
 
 
@@ -116,11 +105,6 @@ def _restore_use_cache(part: PretrainedConfig, base: Mapping[str, Any]) -> None:
         vars(part).pop('use_cache', None)
     else:
         part.use_cache = before
-
-
-def _base_json(base_dir: str, name: str) -> dict[str, Any]:
-    path = base_file(base_dir, name)
-    return {} if path is None else strict_json.read(path)
 
 
 def write(
@@ -158,29 +142,12 @@ def write(
 def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
     """Write config.json, and return warnings. Runs on: rank 0."""
     config.save_pretrained(folder)
-    return add_transformers_4_fields(folder, config)
-
-
-def base_dir_of(model: PreTrainedModel) -> str:
-    """Folder or hub name that the model was loaded from; '' if unknown."""
-    return getattr(model.config, '_name_or_path', '') or ''
-
-
-def base_dirs_of(model: nn.Module) -> list[str]:
-    """Folders or hub names that the model and its parts were loaded from."""
-    configs = [getattr(module, 'config', None) for module in model.modules()]
-    names = {getattr(config, '_name_or_path', None) for config in configs}
-    return sorted(name for name in names if isinstance(name, str) and name)
-
-
-def is_remote_code(model: PreTrainedModel) -> bool:
-    """Whether the model's class is custom code of the base model (``trust_remote_code``)."""
-    return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
+    return add_older_rope(folder, config)
 
 
 def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
     """The base's values, if nothing else differs than what training code sets for itself (Axolotl: both)."""
-    base = _base_json(base_dir, 'generation_config.json') or _base_json(base_dir, 'config.json')
+    base = base_json(base_dir, 'generation_config.json') or base_json(base_dir, 'config.json')
     if not base:
         return
     default = type(generation)()
@@ -262,7 +229,7 @@ def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
 
 def lost_tokens(tokenizer: Any | None, embedding_rows: int | None, base_dir: str) -> list[str]:
     """A warning if training resized the embeddings for tokens that the tokenizer does not have. Runs on: rank 0."""
-    base = _base_json(base_dir, 'config.json')
+    base = base_json(base_dir, 'config.json')
     of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
     if embedding_rows is None or of_base in (None, embedding_rows) or not hasattr(tokenizer, '__len__'):
         return []
@@ -278,7 +245,7 @@ def lost_tokens(tokenizer: Any | None, embedding_rows: int | None, base_dir: str
 
 def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
     """A warning if the base announces layers for multi-token prediction, but no tensor has such a name."""
-    base = _base_json(base_dir, 'config.json')
+    base = base_json(base_dir, 'config.json')
     fields = {**base, **base.get('text_config', {})}
     announced = {name: value for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int}
     first = fields.get('num_hidden_layers')
@@ -291,78 +258,3 @@ def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
         f'config.json has {name}={value}, but the class of the trained model has no layers for multi-token prediction, '
         f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0'
     ]
-
-
-def add_transformers_4_fields(folder: Path, config: PretrainedConfig) -> list[str]:
-    """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to, and return warnings."""
-    path = folder / 'config.json'
-    content = strict_json.read(path)
-    with_rope = [found for found in _parts('', config, content) if isinstance(found[2].get(_ROPE), dict)]
-    warnings = []
-    for name, part, fields in with_rope:
-        older = next((found for found in _descriptions(part, fields) if _is_proven(part, fields, found)), None)
-        is_of_a_part = any(other.startswith(name) and other != name for other, _, _ in with_rope)
-        if older is None and not is_of_a_part:  # transformers 4.57 wrote that of Qwen2-VL's text_config outside, too
-            warnings.append(
-                f'config.json: transformers 4 ignores {name}{_ROPE}, and nothing that it reads describes this RoPE of '
-                f'{type(part).__name__}: there, the model computes something else'
-            )
-        fields.update({field: value for field, value in (older or {}).items() if field not in fields})
-    if with_rope:
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
-    return warnings
-
-
-def _parts(
-    name: str, config: PretrainedConfig, fields: dict[str, Any]
-) -> Iterator[tuple[str, PretrainedConfig, dict[str, Any]]]:
-    """The config and its parts, each with its fields in config.json."""
-    from transformers import PretrainedConfig
-
-    yield name, config, fields
-    for key, value in fields.items():
-        part = vars(config).get(key)  # getattr raises where it differs between layers, as in Gemma 4
-        if isinstance(value, dict) and isinstance(part, PretrainedConfig):
-            yield from _parts(f'{name}{key}.', part, value)
-
-
-def _descriptions(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What to add, in the words of the classes of transformers 4."""
-    rope = fields[_ROPE]
-    if isinstance(rope.get('full_attention'), dict) and isinstance(rope.get('sliding_attention'), dict):
-        full, sliding = rope['full_attention'], rope['sliding_attention']
-        base, local = {'rope_theta': full.get('rope_theta')}, sliding.get('rope_theta')
-        yield {**base, 'rope_local_base_freq': local, **_scaling(config, full)}  # Gemma 3
-        yield {'global_rope_theta': full.get('rope_theta'), 'local_rope_theta': local}  # ModernBERT
-        yield {**base, **_scaling(config, full)}  # OLMo 3
-    theta, share = rope.get('rope_theta'), rope.get('partial_rotary_factor')
-    yield {'rope_theta': theta, **({} if share is None else {'partial_rotary_factor': share}), **_scaling(config, rope)}
-    yield {'rotary_emb_base': theta, 'rotary_pct': share, **_scaling(config, rope)}  # GPT-NeoX
-    yield {'rope_theta': theta, **_scaling(config, rope)}  # the share is fixed in the class
-
-
-def _scaling(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_scaling``, if there is one."""
-    kind, named = rope.get('rope_type', 'default'), rope.get('type')
-    own = (*_FIELDS_BESIDE, 'rope_type', 'type')
-    rest = {name: value for name, value in rope.items() if name not in own and not hasattr(config, name)}
-    if kind == 'longrope' and named is not None:
-        return {'rope_scaling': {'type': named, **rest}}  # Phi-3 knows only this name, and no further field
-    if kind in _SCALINGS or (kind == 'default' and rest):
-        older = {'type': named} if named == kind or (named, kind) == _SECTIONS else {}
-        return {'rope_scaling': {**older, 'rope_type': kind, **rest}}
-    return {}
-
-
-def _is_proven(config: PretrainedConfig, fields: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
-    both = {**older, **fields}
-    try:
-        expected = _as_read(config, fields)
-        alone = _as_read(config, {name: value for name, value in both.items() if name != _ROPE})
-        return _as_read(config, both) == expected and alone[_ROPE] == expected[_ROPE]
-    except Exception:  # classes may be custom code, and refuse with any error
-        return False
-
-
-def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return type(config).from_dict(copy.deepcopy(dict(fields))).to_dict()

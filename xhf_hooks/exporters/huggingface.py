@@ -17,7 +17,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
-from xhf_hooks.exporters.hf_assets import is_remote_code
+from xhf_hooks.exporters.base_files import is_remote_code
 from xhf_hooks.exporters.on_meta import built_on_meta, config_to_build
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
 from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none, without_zero_init

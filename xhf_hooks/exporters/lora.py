@@ -17,7 +17,7 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
-from xhf_hooks.exporters.tokenizer import write_tokenizer
+from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
 from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec

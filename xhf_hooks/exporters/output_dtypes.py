@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters.base_files import base_file, base_json
 from xhf_hooks.exporters.hf_assets import quiet
-from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import read_header
@@ -86,8 +86,7 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
             if entry.dtype in _WRITABLE:
                 elements[entry.dtype] += math.prod(entry.shape)
     most = max(elements, key=elements.__getitem__, default='F32')
-    config = base_file(base_dir, 'config.json')
-    content = {} if config is None else strict_json.read(config)
+    content = base_json(base_dir, 'config.json')
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
     return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
 

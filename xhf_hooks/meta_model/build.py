@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
+from xhf_hooks.exporters.base_files import base_folder
 from xhf_hooks.exporters.hf_assets import forget_use_cache, quiet
-from xhf_hooks.exporters.tokenizer import base_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base

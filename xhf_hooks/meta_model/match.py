@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError
-from xhf_hooks.exporters.tokenizer import base_folder
+from xhf_hooks.exporters.base_files import base_folder
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.build import MetaModel

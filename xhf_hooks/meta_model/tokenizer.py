@@ -8,8 +8,8 @@ from typing import Any
 
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
+from xhf_hooks.exporters.base_files import base_file, load_tokenizer
 from xhf_hooks.exporters.hf_assets import quiet
-from xhf_hooks.exporters.tokenizer import base_file, load_tokenizer
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.beside import tokenizer_beside
 from xhf_hooks.meta_model.run_config import RunConfig

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
+from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.on_meta import built_on_meta
-from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.base import find_tokenizer
-from xhf_hooks.exporters.hf_assets import base_dirs_of
+from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 from xhf_hooks.places.kept_folder import new_name

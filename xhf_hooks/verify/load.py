@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.exporters.hf_assets import quiet, text_config
 from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
-from xhf_hooks.exporters.tokenizer import load_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, FolderCheck

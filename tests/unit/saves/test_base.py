@@ -13,7 +13,7 @@ from tests.helpers.models.adapted import adapted
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
-from xhf_hooks.exporters.hf_assets import base_dirs_of
+from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, ComputedTensor
+from xhf_hooks.exporters.base_files import base_dir_of, base_file
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta
 from xhf_hooks.exporters.lora import (
     ADAPTER_FOLDER,
@@ -28,7 +29,6 @@ from xhf_hooks.exporters.lora import (
     base_path,
     frozen_adapters,
 )
-from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -86,7 +86,7 @@ class LlavaExporter(CompositeExporter):
                     if name not in adapted or lora != 'adapter':
                         self.parts[folder] = _whole(model, name, adapted)
                 else:
-                    base = hf_assets.base_dir_of(child) or 'its base model'
+                    base = base_dir_of(child) or 'its base model'
                     notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
         if lora != 'merge':
             for name, child in adapted.items():

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
 from xhf_hooks.exporters.lora import base_path
-from xhf_hooks.exporters.tokenizer import base_file
 from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS

@@ -18,45 +18,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.system.calls import naming
-
-TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', 'tokenizer.model', 'vocab.json', 'vocab.txt')
-
-
-def base_file(base_dir: str, name: str) -> Path | None:
-    """A file of the base model, from its folder or the local hub cache. Offline."""
-    if not base_dir:
-        return None
-    if Path(base_dir).is_dir():
-        path = Path(base_dir) / name
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(base_dir, name)
-    except HFValidationError:  # not a valid hub name
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def base_folder(base: str) -> Path | None:
-    """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
-    if Path(base).is_dir():
-        return Path(base)
-    files = (base_file(base, name) for name in ('config.json', 'adapter_config.json'))
-    return next((file.parent for file in files if file is not None), None)
-
-
-def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
-    """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
-    if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    return AutoTokenizer.from_pretrained(base_dir, **options)
-
 
 CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'
 #: Files of vocabularies, beside those that the class names. transformers 5 often reads only tokenizer.json.
@@ -66,8 +29,6 @@ _VOCABULARIES = (
 )
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
 _EXTRA, _ADDITIONAL, _DECODER = 'extra_special_tokens', 'additional_special_tokens', 'added_tokens_decoder'
-#: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
-PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 _OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
