@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.hf_assets import quiet
-from xhf_hooks.exporters.huggingface import build_on_meta
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.sources import source_for
 

@@ -18,9 +18,10 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
 from xhf_hooks.exporters.base_files import is_remote_code
-from xhf_hooks.exporters.on_meta import built_on_meta, config_to_build
+from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
+from xhf_hooks.exporters.on_meta import build_on_meta, without_zero_init
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
-from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none, without_zero_init
+from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
 from xhf_hooks.format.text import some
@@ -31,7 +32,6 @@ from xhf_hooks.model import (
     names_by_identity,
     output_embedding,
     token_embeddings,
-    without_wrappers,
 )
 from xhf_hooks.planning.types import ExportEntry, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -280,44 +280,6 @@ def _combine_nbytes(together: Sequence[ExportEntry]) -> int:
     return computed * min(len(together), 2) + 2 * max(entry.nbytes for entry in together)
 
 
-def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
-    """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
-
-    Raises:
-        ModelError: There is none, or the choice is ambiguous.
-    """
-    from transformers import PreTrainedModel
-
-    if module is not None:
-        found = {without_wrappers(path): child for path, child in model.named_modules()}.get(module)
-        if not isinstance(found, PreTrainedModel):
-            raise ModelError(
-                f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
-                f'{module!r} ({type(found).__name__}). There are: {sorted(pretrained_in(model))}'
-            )
-        return module, found
-    candidates = pretrained_in(model)
-    if 'llm' in candidates:
-        return 'llm', candidates['llm']
-    if len(candidates) != 1:
-        raise ModelError(
-            f'{type(model).__name__} holds {len(candidates)} Hugging Face models: {sorted(candidates)}. '
-            f'Choose one with the option module'
-        )
-    return next(iter(candidates.items()))
-
-
-def quantization_of(model: PreTrainedModel) -> str | None:
-    """The quantization method of a model that transformers loaded quantized; None if it is not.
-
-    transformers marks only the outermost model; a backbone taken from it shares the config.
-    """
-    options = getattr(model.config, 'quantization_config', None) or {}
-    found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
-    found = getattr(model, 'quantization_method', None) or found
-    return None if found is None else str(getattr(found, 'value', found))
-
-
 def _require_not_quantized(model: PreTrainedModel) -> None:
     from transformers import PreTrainedModel
 
@@ -330,31 +292,6 @@ def _require_not_quantized(model: PreTrainedModel) -> None:
                 f"nor merged with an adapter without loss. To save the adapter alone, set lora to 'adapter' and, for "
                 f"LLaVA, llava_format to 'xtuner'; for InternVL, set quantization_llm and quantization_vit to False"
             )
-
-
-def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The outermost PreTrainedModels by path; '' is the model itself."""
-    from transformers import PreTrainedModel
-
-    found: dict[str, PreTrainedModel] = {}
-    for wrapped_path, module in model.named_modules():
-        path = without_wrappers(wrapped_path)
-        inside = any(path.startswith(f'{outer}.') or outer == '' for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found[path] = module
-    return found
-
-
-def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, unpartitioned even at ZeRO-3."""
-
-    def build() -> PreTrainedModel:
-        model = kind(config_to_build(config))
-        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
-        return model
-
-    with without_zero_init():
-        return built_on_meta(build)
 
 
 def _is_of_quantizer(conversion: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,16 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
+from xhf_hooks.exporters.find_model import (
+    adapters_in,
+    base_path,
+    find_adapter,
+    find_pretrained,
+    frozen_adapters,
+    trained_adapter,
+)
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
 from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.format.text import counted
@@ -47,7 +55,7 @@ class LoraExporter(CompositeExporter):
     options: tuple[str, ...] = ('lora',)
 
     def __init__(self, model: nn.Module, module: str | None, lora: str = 'adapter') -> None:
-        path, peft_model = _find_adapter(model, module)
+        path, peft_model = find_adapter(model, module)
         self.parts = {}
         if lora in ('merge', 'both'):
             self.parts[''] = self._merged(model, base_path(path), peft_model)
@@ -58,69 +66,13 @@ class LoraExporter(CompositeExporter):
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return _find_adapter(model, module) is not None
+        return find_adapter(model, module) is not None
 
     def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
         return MergedExporter(model, path, {'': peft_model})
 
     def _adapter(self, path: str, peft_model: PeftModel, *, alone: bool) -> Exporter:
         return AdapterExporter(path, peft_model, alone=alone)
-
-
-def _find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
-    """The path and the PeftModel to export, by the rules of find_pretrained; None if another model is exported."""
-    found = adapters_in(model)
-    if module is not None:
-        return next(((p, m) for p, m in found.items() if module in (p, base_path(p))), None)
-    pretrained = pretrained_in(model)
-    # An adapter inside a PreTrainedModel is exported with that model
-    found = {p: m for p, m in found.items() if not any(p.startswith(f'{q}.'.removeprefix('.')) for q in pretrained)}
-    if 'llm' in found and 'llm' not in pretrained:
-        return 'llm', found['llm']
-    if len(found) == len(pretrained) == 1:
-        return next(iter(found.items()))
-    return None
-
-
-def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
-    """Every PeftModel in the trained model, by path."""
-    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # if there is a PeftModel, peft was imported
-    if peft_model is None:
-        return {}
-    return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
-
-
-def trained_adapter(peft_model: PeftModel) -> str:
-    """The name of the one adapter that is trained. TRL's DPO adds a frozen one to it, for reference.
-
-    Raises:
-        ModelError: There is not exactly one, it is not of LoRA, or nothing is trainable.
-    """
-    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
-    if len(kinds) > 1:
-        paths = [name.split('.') for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
-        kinds = {name: kind for name, kind in kinds.items() if any(name in path for path in paths)} or kinds
-    if list(kinds.values()) != ['LORA']:
-        raise ModelError(f'expected a PeftModel with one trained adapter, of type LORA, found {kinds}')
-    (name,) = kinds
-    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
-        raise ModelError(
-            f'the adapter {name!r} of {type(peft_model.get_base_model()).__name__} has no trainable tensors; load it '
-            f'with is_trainable=True, or create it with get_peft_model'
-        )
-    return name
-
-
-def frozen_adapters(peft_model: PeftModel) -> list[str]:
-    """A line for the log, if the model has other adapters than the :func:`trained_adapter`."""
-    trained = trained_adapter(peft_model)
-    names = sorted(name for name in peft_model.peft_config if name != trained)
-    return [f'only the trained adapter {trained!r} is saved, without the frozen {names}'] if names else []
-
-
-def base_path(path: str) -> str:
-    """The path of the base model in the PeftModel at ``path``."""
-    return f'{path}.base_model.model'.removeprefix('.')
 
 
 class AdapterExporter(Exporter):

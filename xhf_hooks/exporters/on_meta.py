@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -11,12 +12,40 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Built = TypeVar('Built', bound=nn.Module)
 
 
-def built_on_meta(build: Callable[[], Built]) -> Built:
+def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model on the meta device, unpartitioned even at ZeRO-3."""
+
+    def build() -> PreTrainedModel:
+        model = kind(_config_to_build(config))
+        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
+        return model
+
+    with without_zero_init():
+        return call_on_meta(build)
+
+
+@contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Keep transformers from partitioning models that are built or loaded at ZeRO-3."""
+    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
+    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
+    active = None if reference is None else reference()
+    if active is None:
+        yield
+        return
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(active)
+
+
+def call_on_meta(build: Callable[[], Built]) -> Built:
     """What ``build`` returns, with all tensors on the meta device.
 
     Some classes read values while they are built, which tensors on the meta device do not have: InternVL and Swin take
@@ -38,7 +67,7 @@ def built_on_meta(build: Callable[[], Built]) -> Built:
     return model
 
 
-def config_to_build(config: PretrainedConfig) -> PretrainedConfig:
+def _config_to_build(config: PretrainedConfig) -> PretrainedConfig:
     """A copy for the model's ``__init__``, which may edit it, with what ``from_pretrained`` would give it.
 
     Dtypes are those of torch, as classes expect that create tensors with them, such as Apertus.

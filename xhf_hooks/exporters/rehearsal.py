@@ -7,7 +7,6 @@ cause. It reads no weights, and takes tenths of a second and some MB for a model
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import torch
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import quiet, write_config
+from xhf_hooks.exporters.on_meta import without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.model import names_by_identity
@@ -149,22 +149,6 @@ def not_rehearsed(kind: type, error: Exception) -> str:
     """A line for the log."""
     told = ' '.join(f'{type(error).__name__}: {error}'.split())
     return f'that saves will load could not be tried beforehand: {kind.__name__}: {told[:300]}'
-
-
-@contextmanager
-def without_zero_init() -> Iterator[None]:
-    """Keep transformers from partitioning models that are built or loaded at ZeRO-3."""
-    integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
-    reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
-    active = None if reference is None else reference()
-    if active is None:
-        yield
-        return
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration.set_hf_deepspeed_config(active)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xhf_hooks.exporters.lora import adapters_in, trained_adapter
+from xhf_hooks.exporters.find_model import adapters_in, trained_adapter
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.sources.stored_tensors import StoredTensor

@@ -16,7 +16,7 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
-from xhf_hooks.exporters.on_meta import built_on_meta
+from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         if kind is None:
             kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
         make = partial(kind.from_config, trust_remote_code=remote) if hasattr(kind, 'from_config') else kind
-        model = built_on_meta(lambda: make(copy.deepcopy(config)))
+        model = call_on_meta(lambda: make(copy.deepcopy(config)))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
         if model.can_generate() and base_file(base, 'generation_config.json') is not None:

@@ -21,7 +21,7 @@ from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter, find_tokenizer
-from xhf_hooks.exporters.huggingface import build_on_meta
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.saves.telemetry import RunLog, log_preparations, warn_of_left_out
 from xhf_hooks.sources import source_for
 

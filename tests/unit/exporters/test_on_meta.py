@@ -9,7 +9,7 @@ from torch import nn
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
-from xhf_hooks.exporters.on_meta import built_on_meta
+from xhf_hooks.exporters.on_meta import call_on_meta
 
 
 class WithRates(nn.Module):
@@ -26,7 +26,7 @@ class WithRates(nn.Module):
 
 
 def test_a_class_that_reads_values_while_it_is_built():
-    model = built_on_meta(WithRates)
+    model = call_on_meta(WithRates)
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == {
         **{f'layers.{n}.weight': (2, 3) for n in range(2)},
         **{f'layers.{n}.bias': (2,) for n in range(2)},
@@ -44,7 +44,7 @@ def test_a_class_that_cannot_be_built_says_why():
         raise KeyError('hidden_size')
 
     with pytest.raises(KeyError, match='hidden_size'):
-        built_on_meta(build_wrong)
+        call_on_meta(build_wrong)
 
 
 def test_a_model_that_save_pretrained_has_saved_before(tmp_path):

@@ -17,8 +17,9 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
-from xhf_hooks.exporters.huggingface import build_on_meta, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter, MergedExporter, adapters_in
+from xhf_hooks.exporters.find_model import adapters_in, pretrained_in, quantization_of
+from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter, MergedExporter
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 

@@ -22,8 +22,9 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base_files import base_file
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter, build_on_meta, find_pretrained, pretrained_in
-from xhf_hooks.exporters.lora import base_path
+from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS

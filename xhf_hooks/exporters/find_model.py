@@ -1,0 +1,122 @@
+"""Finds the model to export in the trained model: a PreTrainedModel, or a PeftModel around one."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.model import without_wrappers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
+    """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
+
+    Raises:
+        ModelError: There is none, or the choice is ambiguous.
+    """
+    from transformers import PreTrainedModel
+
+    if module is not None:
+        found = {without_wrappers(path): child for path, child in model.named_modules()}.get(module)
+        if not isinstance(found, PreTrainedModel):
+            raise ModelError(
+                f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
+                f'{module!r} ({type(found).__name__}). There are: {sorted(pretrained_in(model))}'
+            )
+        return module, found
+    candidates = pretrained_in(model)
+    if 'llm' in candidates:
+        return 'llm', candidates['llm']
+    if len(candidates) != 1:
+        raise ModelError(
+            f'{type(model).__name__} holds {len(candidates)} Hugging Face models: {sorted(candidates)}. '
+            f'Choose one with the option module'
+        )
+    return next(iter(candidates.items()))
+
+
+def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The outermost PreTrainedModels by path; '' is the model itself."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, PreTrainedModel] = {}
+    for wrapped_path, module in model.named_modules():
+        path = without_wrappers(wrapped_path)
+        inside = any(path.startswith(f'{outer}.') or outer == '' for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[path] = module
+    return found
+
+
+def quantization_of(model: PreTrainedModel) -> str | None:
+    """The quantization method of a model that transformers loaded quantized; None if it is not.
+
+    transformers marks only the outermost model; a backbone taken from it shares the config.
+    """
+    options = getattr(model.config, 'quantization_config', None) or {}
+    found = options.get('quant_method') if isinstance(options, dict) else getattr(options, 'quant_method', None)
+    found = getattr(model, 'quantization_method', None) or found
+    return None if found is None else str(getattr(found, 'value', found))
+
+
+def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
+    """The path and the PeftModel to export, by the rules of find_pretrained; None if another model is exported."""
+    found = adapters_in(model)
+    if module is not None:
+        return next(((p, m) for p, m in found.items() if module in (p, base_path(p))), None)
+    pretrained = pretrained_in(model)
+    # An adapter inside a PreTrainedModel is exported with that model
+    found = {p: m for p, m in found.items() if not any(p.startswith(f'{q}.'.removeprefix('.')) for q in pretrained)}
+    if 'llm' in found and 'llm' not in pretrained:
+        return 'llm', found['llm']
+    if len(found) == len(pretrained) == 1:
+        return next(iter(found.items()))
+    return None
+
+
+def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
+    """Every PeftModel in the trained model, by path."""
+    peft_model = getattr(sys.modules.get('peft'), 'PeftModel', None)  # if there is a PeftModel, peft was imported
+    if peft_model is None:
+        return {}
+    return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
+
+
+def trained_adapter(peft_model: PeftModel) -> str:
+    """The name of the one adapter that is trained. TRL's DPO adds a frozen one to it, for reference.
+
+    Raises:
+        ModelError: There is not exactly one, it is not of LoRA, or nothing is trainable.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
+    if len(kinds) > 1:
+        paths = [name.split('.') for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
+        kinds = {name: kind for name, kind in kinds.items() if any(name in path for path in paths)} or kinds
+    if list(kinds.values()) != ['LORA']:
+        raise ModelError(f'expected a PeftModel with one trained adapter, of type LORA, found {kinds}')
+    (name,) = kinds
+    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
+        raise ModelError(
+            f'the adapter {name!r} of {type(peft_model.get_base_model()).__name__} has no trainable tensors; load it '
+            f'with is_trainable=True, or create it with get_peft_model'
+        )
+    return name
+
+
+def frozen_adapters(peft_model: PeftModel) -> list[str]:
+    """A line for the log, if the model has other adapters than the :func:`trained_adapter`."""
+    trained = trained_adapter(peft_model)
+    names = sorted(name for name in peft_model.peft_config if name != trained)
+    return [f'only the trained adapter {trained!r} is saved, without the frozen {names}'] if names else []
+
+
+def base_path(path: str) -> str:
+    """The path of the base model in the PeftModel at ``path``."""
+    return f'{path}.base_model.model'.removeprefix('.')
