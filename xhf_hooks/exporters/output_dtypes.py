@@ -18,17 +18,16 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters.base_files import base_file, base_json
+from xhf_hooks.exporters.base_files import base_folder, base_json
 from xhf_hooks.exporters.hf_assets import quiet
-from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
+from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import ExportEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WHOLE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 #: What the option ``dtype`` can name; 8-bit and quantized weights belong to scales that training does not have.
 _WRITABLE = ('F32', 'BF16', 'F16')
 
@@ -92,14 +91,13 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
 
 
 def _files(base_dir: str) -> list[Path]:
-    names, index = [_WHOLE], base_file(base_dir, _INDEX)
-    if base_file(base_dir, _WHOLE) is None and index is not None:
-        names = sorted(set(strict_json.read(index)['weight_map'].values()))
-    files = {name: base_file(base_dir, name) for name in names}
-    missing = [name for name, path in files.items() if path is None]
-    if missing:
-        raise _cannot_tell(f'the base model {base_dir!r} has no {missing[0]} on this machine')
-    return [path for path in files.values() if path is not None]
+    folder = base_folder(base_dir)
+    files = [] if folder is None else weight_files(folder)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        name = missing[0] if missing else 'model.safetensors'
+        raise _cannot_tell(f'the base model {base_dir!r} has no {name} on this machine')
+    return files
 
 
 def _cannot_tell(reason: str) -> OptionError:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError
-from xhf_hooks.format import checksum, strict_json
+from xhf_hooks.format import checksum
+from xhf_hooks.format.index import INDEX_SUFFIX, read_index
 from xhf_hooks.format.safetensors import Header, read_header
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.integrity.checksums import sum_file
@@ -18,7 +19,6 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest
 from xhf_hooks.system.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'
-INDEX_SUFFIX = '.safetensors.index.json'
 #: Kinds of findings, in the order of the report: problems last, where a terminal shows them.
 OK, NOTE, UNCHECKED, PROBLEM = _ORDER = ('ok', 'note', 'unchecked', 'problem')
 #: Files that loaders may read: one that was added after the save may change what is loaded.
@@ -226,11 +226,7 @@ class FolderCheck:
             DamagedError: It is malformed.
         """
         where, n_before = f'{prefix}{name}', len(self.problems())
-        content = strict_json.read(self.path / where)
-        weight_map, metadata = content.get('weight_map'), content.get('metadata', {})
-        is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-        if not is_map or not isinstance(metadata, dict):
-            raise DamagedError(f'{where}: expected a weight_map of file names, and metadata')
+        weight_map, metadata = read_index(self.path / where)
         named = set(weight_map.values())
         self._tell_names('index', f'{where}: files are missing', named - files)
         headers = {file: self.headers[prefix + file] for file in named & files if prefix + file in self.headers}

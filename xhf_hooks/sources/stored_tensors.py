@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.mapped_files import MappedFile
@@ -122,12 +122,7 @@ def base_weights(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: Files are missing or damaged.
     """
-    files, index = ['model.safetensors'], folder / 'model.safetensors.index.json'
     try:
-        if index.is_file():
-            files = sorted({Path(name).name for name in strict_json.read(index)['weight_map'].values()})
-        elif not (folder / files[0]).is_file():
-            return {}
-        return {tensor.name: tensor for file in files for tensor in tensors_of(folder / file)}
-    except (AttributeError, DamagedError, KeyError, TypeError) as error:
+        return {tensor.name: tensor for file in weight_files(folder) for tensor in tensors_of(file)}
+    except DamagedError as error:
         raise CheckpointError(f'base model {folder}: {error}; copy it again') from None

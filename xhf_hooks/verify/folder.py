@@ -7,8 +7,9 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.index import INDEX_SUFFIX
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.check import INDEX_SUFFIX, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
+from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 
 
