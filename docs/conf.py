@@ -1,6 +1,6 @@
 """Sphinx: ``sphinx-build -W docs OUT``. tools/test.sh builds it, and so does Read the Docs (.readthedocs.yaml)."""
 
-from xhf_hooks.system.installed import __version__
+from xhf_hooks.system.versions import __version__
 
 project = 'xhf_hooks'
 author = 'The xhf_hooks authors'

@@ -28,10 +28,10 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.sources import source_for
+from xhf_hooks.system.library_settings import quiet
 
 #: Fields of configs that make models small, if they were larger.
 SMALL = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.registry import register_hook
-from xhf_hooks.system.installed import __version__
+from xhf_hooks.system.versions import __version__
 
 if TYPE_CHECKING:
     from xhf_hooks.hooks import HFCheckpointHook

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.system.installed import require_usable
+from xhf_hooks.system.versions import refuse_outdated
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LLAVA_FORMATS = ('xtuner', 'huggingface')
@@ -181,7 +181,7 @@ class _Options:
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
 
     def __post_init__(self) -> None:
-        require_usable(*self.needs)
+        refuse_outdated(*self.needs)
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
             if value is not None or option.default is not None:

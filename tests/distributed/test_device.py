@@ -179,7 +179,7 @@ def mutated(mutation: str) -> Iterator[None]:
     """A mistake of a kind that does not show on the CPU, put into the package or the device."""
     from tests.helpers.ranks.simulated_device import extension
     from xhf_hooks.sources import read
-    from xhf_hooks.system.memory import SnapshotMemory
+    from xhf_hooks.sources.host_memory import SnapshotMemory
 
     def without_cpu(tensor: Any) -> memoryview:
         import torch

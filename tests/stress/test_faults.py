@@ -42,8 +42,8 @@ STAGES = {
     'slice_of_all': (0, 'parallel', 'xhf_hooks.sources.zero3.Zero3Source.local_shard', 0),
     'pack': (LAST, 'stream', 'xhf_hooks.sources.send._fill', 1),
     'buffers': (0, 'stream', 'xhf_hooks.sources.send.SliceSender._make_buffers', 0),
-    'room': (0, 'stream', 'xhf_hooks.system.memory.BufferPool.take', 2),
-    'room_of_all': (LAST, 'parallel', 'xhf_hooks.system.memory.BufferPool.take', 2),
+    'room': (0, 'stream', 'xhf_hooks.sources.host_memory.BufferPool.take', 2),
+    'room_of_all': (LAST, 'parallel', 'xhf_hooks.sources.host_memory.BufferPool.take', 2),
 }
 #: Name to (failing rank, call, how it ends, on which paths).
 CALLS = {

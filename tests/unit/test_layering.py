@@ -21,7 +21,7 @@ PURE = (
     'options.py',
     'format/safetensors.py',
     'system/calls.py',
-    'system/installed.py',
+    'system/versions.py',
     'system/threads.py',
     'integrity/',
     'places/checkpoint_folder.py',

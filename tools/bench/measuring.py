@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bench.wire import sent_nbytes
 from tests.helpers.checks.peak_sampler import PeakSampler
-from xhf_hooks.system.memory import return_freed_memory
+from xhf_hooks.sources.host_memory import return_freed_memory
 
 
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from xhf_hooks.errors import IncompleteError, StoreError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
-from xhf_hooks.system.installed import require_usable, untested_set
+from xhf_hooks.system.versions import refuse_outdated
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 _FAILURES = (IncompleteError, StoreError)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
-        require_usable('torch', 'transformers')
+        refuse_outdated('torch', 'transformers')
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
         return _run(args, prog)
     except (Exception, KeyboardInterrupt) as error:
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     conversion = Conversion(args.checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn([*filter(None, [untested_set()]), *conversion.warnings], prog)
+    _warn(conversion.warnings, prog)
     if args.dry_run:
         say(
             f'would write to {args.out}' + (', which exists: name another folder, or add --overwrite' if exists else '')

@@ -11,7 +11,7 @@ from xhf_hooks.cli.output import CommandParser, explain, say
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import size_text
-from xhf_hooks.system.installed import require_usable
+from xhf_hooks.system.versions import refuse_outdated
 
 GOOD, DAMAGED, UNREADABLE = 0, 1, 2
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf inspect') -> int:
     statuses = [GOOD]
     for place, show in places.items():
         try:
-            require_usable('torch', 'transformers')
+            refuse_outdated('torch', 'transformers')
             statuses.append(show(place))
         except (Exception, KeyboardInterrupt) as error:
             explain(prog, error)

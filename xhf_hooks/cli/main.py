@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from xhf_hooks.cli.output import CommandParser
-from xhf_hooks.system.installed import __version__
+from xhf_hooks.system.versions import __version__
 
 #: Name of a command, and of its module beside this one, to its description.
 _COMMANDS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.options import LORA_MODES
-from xhf_hooks.system.installed import require_usable
+from xhf_hooks.system.versions import refuse_outdated
 
 if TYPE_CHECKING:
     from xhf_hooks.integrity.check import FolderCheck
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
     """Run the command, named ``prog`` in messages. Returns the exit status."""
     args = parse_args(argv, prog)
     try:
-        require_usable('torch', 'transformers')
+        refuse_outdated('torch', 'transformers')
         with redirect_stdout(sys.stderr):  # standard output is for the result alone
             is_good, result = _check(args, prog) if args.b is None else _compare(args)
         if args.json:

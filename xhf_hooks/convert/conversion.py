@@ -34,9 +34,9 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.calls import naming
-from xhf_hooks.system.memory import MemoryMeter
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 

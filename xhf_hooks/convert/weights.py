@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,10 @@ import torch
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.types import Group, Placement, SavePlan
+from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor
-from xhf_hooks.system.memory import MemoryMeter
+from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
 from xhf_hooks.writers.tally import Tally
@@ -114,14 +115,3 @@ class _Work:
         with self._counting:
             self.tally.add(place, start, data.nbytes, crc, non_finite)
             self.done += data.nbytes
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Limit torch to one thread: the workers provide the parallelism."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

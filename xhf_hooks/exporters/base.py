@@ -17,7 +17,8 @@ import torch
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.base_files import base_dir_of, is_remote_code, load_tokenizer
-from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config
 

@@ -6,9 +6,8 @@ import copy
 import re
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
+from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -31,24 +31,6 @@ _ROWS_MULTIPLE = 8
 #: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
 _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
 _MTP_TENSOR, _LAYER = re.compile(r'(^|[._])(mtp|nextn)[._]'), re.compile(r'(?:^|\.)layers\.(\d+)\.')
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Inside the block, transformers says nothing: its log lines quote the files, and failures are raised anyway."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) -> PretrainedConfig:

@@ -23,7 +23,8 @@ from xhf_hooks.exporters.on_meta import build_on_meta, without_zero_init
 from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
 from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none
 from xhf_hooks.exporters.weight_conversion import convert_specs
-from xhf_hooks.format.dtypes import AS_IN_BASE, is_float
+from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import some
 from xhf_hooks.model import (
     input_embedding,

@@ -19,11 +19,11 @@ from torch import nn
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.base_files import base_folder, base_json
-from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import ExportEntry
+from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.hf_assets import quiet, write_config
+from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.on_meta import without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import Placement
+from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
 from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
+from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

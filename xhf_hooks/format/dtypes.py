@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.safetensors import AS_IN_BASE as AS_IN_BASE
 from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
 #: Safetensors dtype to torch dtype, as far as this version of torch has it.

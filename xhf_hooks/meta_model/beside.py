@@ -10,10 +10,10 @@ from torch import nn
 
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, load_tokenizer
-from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.meta_model.transformers_model import refused_as
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
+from xhf_hooks.system.library_settings import quiet
 
 #: Which tokenizers of every kind save.
 _TOKENIZER = 'tokenizer_config.json'

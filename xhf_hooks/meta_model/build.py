@@ -21,7 +21,7 @@ from torch import nn
 
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.base_files import base_folder
-from xhf_hooks.exporters.hf_assets import forget_use_cache, quiet
+from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
@@ -29,6 +29,7 @@ from xhf_hooks.meta_model.beside import config_of_trainer, take_generation_confi
 from xhf_hooks.meta_model.run_config import RunConfig, required
 from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.system.library_settings import quiet
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')

@@ -9,11 +9,11 @@ from typing import Any
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.base_files import base_file, load_tokenizer
-from xhf_hooks.exporters.hf_assets import quiet
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.meta_model.beside import tokenizer_beside
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import refused_as
+from xhf_hooks.system.library_settings import quiet
 
 #: Options of ``from_pretrained`` that change what is saved and execute nothing.
 _OPTIONS = (

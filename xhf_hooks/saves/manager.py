@@ -46,8 +46,8 @@ from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_preparations, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.system.installed import require_usable, untested_set
 from xhf_hooks.system.threads import ExitWait
+from xhf_hooks.system.versions import refuse_outdated
 
 _STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
@@ -121,7 +121,7 @@ class CheckpointManager:
         self._process, self._run = os.getpid(), None if run is None else weakref.ref(run)
         self._thread = threading.current_thread()
         if unwrapped.engine is not None:
-            require_usable('deepspeed')
+            refuse_outdated('deepspeed')
         self.newest = CheckpointFolder(final.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._close_earlier()
@@ -384,8 +384,6 @@ class CheckpointManager:
 
     def _tell_preparations(self, plan: SavePlan, when: str | None) -> None:
         options, saver = self._options, self._saver
-        if (untested := untested_set()) is not None:
-            self._log.info(untested)
         how = f'{saver.who_writes.value} writer{", in the background" * options.async_save}; about '
         how += f'{saver.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
         log_preparations(

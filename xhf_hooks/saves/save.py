@@ -46,11 +46,11 @@ from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.replicated import Copies, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.calls import allow_open_files, naming
-from xhf_hooks.system.memory import SnapshotMemory
 from xhf_hooks.system.threads import Background, BackgroundThread
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite

@@ -16,7 +16,7 @@ from torch import nn
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
-from xhf_hooks.system.memory import MemoryMeter
+from xhf_hooks.sources.host_memory import MemoryMeter
 
 
 class SaveClock:

@@ -19,8 +19,8 @@ from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import Axis, Spread, TensorSpec
 from xhf_hooks.registry import SOURCES
+from xhf_hooks.sources.host_memory import synchronize
 from xhf_hooks.sources.master_fragments import spread_of_fragments
-from xhf_hooks.system.memory import synchronize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, Portion, SavePlan
 from xhf_hooks.sources.base import LocalShard, Source
-from xhf_hooks.system.memory import MemoryMeter, return_freed_memory
+from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
 T = TypeVar('T')
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.

@@ -23,8 +23,8 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
 from xhf_hooks.planning.types import Chunk, SavePlan
 from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
 from xhf_hooks.sources.read import Slice, SliceReader, unsent
-from xhf_hooks.system.memory import BufferPool, SnapshotMemory, host_memory, synchronize
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from xhf_hooks.convert.weights import one_torch_thread
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads, default_workers
 from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings

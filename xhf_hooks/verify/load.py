@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.exporters.base_files import load_tokenizer
-from xhf_hooks.exporters.hf_assets import quiet, text_config
+from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import some
@@ -26,6 +26,7 @@ from xhf_hooks.meta_model.transformers_model import (
     load_config,
 )
 from xhf_hooks.model import token_embeddings
+from xhf_hooks.system.library_settings import quiet
 
 _PROMPT = 'The capital of France is'
 #: Overrides the folder's generation_config.json, so that it stays short and deterministic.

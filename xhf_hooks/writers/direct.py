@@ -1,8 +1,8 @@
 """Writes past the page cache, for a save beside training: it takes little CPU time and evicts no training data.
 
 The disk takes whole blocks, from memory with the same alignment: a snapshot is laid out like the files
-(system/memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks sent,
-and everything if the file system refuses direct writes.
+(sources/host_memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks
+sent, and everything if the file system refuses direct writes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from xhf_hooks.system.memory import MemoryMeter
+from xhf_hooks.sources.host_memory import MemoryMeter
 
 
 class PeakSampler:

@@ -13,8 +13,8 @@ from torch import nn
 
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
 from xhf_hooks.sources import Source
+from xhf_hooks.sources.host_memory import SnapshotMemory, host_memory
 from xhf_hooks.sources.read import made_from
-from xhf_hooks.system.memory import SnapshotMemory, host_memory
 
 
 class OnFirst(torch.Tensor):

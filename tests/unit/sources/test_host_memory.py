@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xhf_hooks.system.memory import BufferPool
+from xhf_hooks.sources.host_memory import BufferPool
 
 NBYTES = 1000
 

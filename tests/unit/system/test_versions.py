@@ -1,0 +1,47 @@
+"""Versions that cannot work are refused by name."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from xhf_hooks.cli import convert, inspect, verify
+from xhf_hooks.errors import InstalledError
+from xhf_hooks.system import versions
+
+NEW = {'torch': '2.13.0+cpu', 'transformers': '5.23.0', 'deepspeed': '0.19.6', 'mmengine': '0.10.7'}
+
+
+@pytest.fixture
+def has(monkeypatch):
+    """Makes an environment in which these versions are installed."""
+
+    def install(**found: str) -> None:
+        def version(name: str) -> str:
+            if name not in found:
+                raise PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(versions, 'version', version)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ('name', 'old'), [('torch', '2.3.1+cu121'), ('transformers', '4.45.2'), ('mmengine', '0.10.3')]
+)
+def test_the_hook_tells_what_is_too_old(has, name, old):
+    from xhf_hooks import HFCheckpointHook
+
+    has(**{**NEW, name: old})
+    with pytest.raises(InstalledError, match=f'found {name} {old}'.replace('+', '.')) as told:
+        HFCheckpointHook()
+    assert f'expected {name} {versions.LEAST[name]} or newer' in str(told.value)
+
+
+@pytest.mark.parametrize('command', [convert, verify, inspect])
+def test_the_commands_tell_it(has, capsys, command, tmp_path):
+    has(torch='2.3.0', transformers='5.23.0')
+    assert command.main([str(tmp_path), *([] if command is inspect else [str(tmp_path / 'out')])]) == 2
+    assert 'expected torch 2.4 or newer, found torch 2.3.0' in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""The version of this package, and the oldest versions of others that work."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from xhf_hooks.errors import InstalledError
+
+__version__ = '0.1.0'
+
+#: The oldest versions that work.
+LEAST = {'torch': '2.4', 'transformers': '4.46', 'deepspeed': '0.14', 'mmengine': '0.10.4'}
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Versions of the packages in use, for the manifest."""
+    return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}
+
+
+def refuse_outdated(*names: str) -> None:
+    """Refuse versions that cannot work. A missing package is reported by what imports it.
+
+    Raises:
+        InstalledError: One of these packages is too old.
+    """
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found = version(name)
+            if _parts(found) < _parts(LEAST[name]):
+                raise InstalledError(
+                    f'installed packages: expected {name} {LEAST[name]} or newer, found {name} {found}; '
+                    f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
+                )
+
+
+def _parts(text: str) -> tuple[int, ...]:
+    """Major, minor and patch; without what a build adds, such as ``a0`` or ``+cu126``."""
+    numbers = [int(digits) for digits in re.findall(r'\d+', text.partition('+')[0])]
+    return (*numbers, 0, 0)[:3]
