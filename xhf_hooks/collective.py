@@ -64,7 +64,7 @@ class Collective:
         (self.rank, self.world_size), self._group = rank_and_world_size(), None
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
-        self._is_shared = False
+        self._is_reused = False
         self._in_flight: dist.Work | None = None  # of start_any()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
@@ -72,17 +72,17 @@ class Collective:
             self._group = self._connect(connect_timeout_secs)
 
     @classmethod
-    def shared(cls) -> Collective:
+    def reused(cls) -> Collective:
         """The collective of this process's default group: created by the first call, reused until that group ends.
 
         Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
-        found = _SHARED.get(dist.group.WORLD)
+        found = _REUSED.get(dist.group.WORLD)
         if found is None:
-            found = _SHARED[dist.group.WORLD] = cls()
-            found._is_shared = True
+            found = _REUSED[dist.group.WORLD] = cls()
+            found._is_reused = True
         return found
 
     def agree(self, stage: str) -> None:
@@ -265,12 +265,12 @@ class Collective:
         )
 
     def close(self) -> None:
-        """Destroy the group; a shared one is kept for the next call. Runs on: all ranks."""
-        if not self._is_shared:
+        """Destroy the group; a reused one stays open for the next call. Runs on: all ranks."""
+        if not self._is_reused:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close all connections, even shared ones, so that ranks waiting for this one fail at once.
+        """Close all connections, even reused ones, so that ranks waiting for this one fail at once.
 
         Runs on: a rank that leaves in the middle with an error that was not agreed on.
         """
@@ -285,8 +285,8 @@ class Collective:
             with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
                 dist.destroy_process_group(group)
             del group, backend  # in this order
-        if self._is_shared and dist.group.WORLD is not None:
-            _SHARED.pop(dist.group.WORLD, None)
+        if self._is_reused and dist.group.WORLD is not None:
+            _REUSED.pop(dist.group.WORLD, None)
 
     def _wait_for_answer(self, secs: float) -> bool:
         """Wait for the answer to :meth:`start_any`, at most so long; returns whether it has come."""
@@ -354,8 +354,8 @@ class Collective:
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
 
 
-#: Made by :meth:`Collective.shared`; kept as long as the process group exists.
-_SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
+#: Made by :meth:`Collective.reused`; kept as long as the process group exists.
+_REUSED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
 
 
 def _pickled(value: object) -> torch.Tensor:

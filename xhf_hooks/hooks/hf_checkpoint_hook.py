@@ -17,11 +17,12 @@ from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
-from xhf_hooks.hooks.schedule import check_schedule, counts_epochs, resolve_schedule, validates
+from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
 from xhf_hooks.options import HookOptions
 from xhf_hooks.planning.types import Step
 from xhf_hooks.registry import register_hook
-from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
+from xhf_hooks.saves.frontend import RunFrontend
+from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
 
@@ -41,7 +42,9 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._schedule = Schedule(-1, by_epoch=False)  # until training begins
         self._best = self._best_metric()
+        self._has_compared = False
 
     def before_train(self, runner: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -51,12 +54,12 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         """
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
-        self._log = log = RunLog(runner.logger, 'HFCheckpointHook')
-        self._tell_namesakes(runner)
+        log = RunLog(runner.logger, 'HFCheckpointHook')
+        _tell_namesakes(runner, log)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
-        self._in_epochs = self._schedule.by_epoch and counts_epochs(runner)
         lacks_scores = self.save_best is not None and not validates(runner)
-        self._best, self._has_compared = None if lacks_scores else self._best_metric(), False
+        self._best = None if lacks_scores else self._best_metric()
+        self._has_compared = False
         saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
@@ -67,131 +70,123 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             Path(self.out_dir or Path(runner.log_dir, 'hf_model')),
             self,
             log,
+            when=None if self._schedule.interval <= 0 else str(self._schedule),
+            tokenizer=runner.cfg.get('tokenizer'),
+            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
+            sweep=Path(runner.work_dir) if self.out_dir is None else None,
             run=runner,
             suffixes=[] if self._best is None else self._best.suffixes(),
             on_committed=lambda committed: self._visualize(runner, committed.step, scalars(committed)),
             on_result=partial(self._visualize, runner),
         )
-        self._saves.prepare(
-            runner.cfg.get('tokenizer'),
-            when=None if self._schedule.interval <= 0 else str(self._schedule),
-            sweep=Path(runner.work_dir) if self.out_dir is None else None,
-            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
-        )
         if self._best is not None:
-            self._learn_of_best(runner.message_hub)
+            self._learn_of_best(self._best, runner.message_hub)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
-        done = runner.iter + 1
-        self._saves.look()
+        step = Step('iter', runner.iter + 1, runner.iter + 1)
+        self.saves.look()
         schedule = self._schedule
         if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
-            self._saves.save(Step('iter', done, done))
-        self._saves.save_if_asked(Step('iter', done, done))
+            self.saves.save(step)
+        self.saves.save_if_asked(step)
 
     def after_train_epoch(self, runner: Any) -> None:
         schedule = self._schedule
         if schedule.by_epoch and self.every_n_epochs(runner, schedule.interval, schedule.save_begin):
-            self._saves.save(self._step(runner, runner.epoch + 1))
+            self.saves.save(self._step(runner, runner.epoch + 1))
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        if self._saves is None:
+        if self._saves is None:  # a validation without training
             return
         if self._best is not None:
-            self._save_if_best(runner, metrics or {})
-        self._saves.save_if_asked(Step('iter', runner.iter, runner.iter), at_once=True)
+            self._save_if_best(self._best, runner, metrics or {})
+        self.saves.save_if_asked(Step('iter', runner.iter, runner.iter), at_once=True)
 
     def after_train(self, runner: Any) -> None:
         try:
-            self._saves.collect()
-            if self.save_last and self._saves.saved_at != runner.iter:
-                self._saves.save(self._step(runner, runner.epoch))
-                self._saves.collect()
-            self._saves.finish(self._step(runner, runner.epoch))
+            self.saves.finish(self._step(runner, runner.epoch))
         finally:
             self.close()
 
     def _best_metric(self) -> BestMetric | None:
         return None if self.save_best is None else BestMetric(self.save_best, self.rule)
 
-    def _tell_namesakes(self, runner: Any) -> None:
-        """Warn of other hooks with this name, such as XTuner's, which would run beside this one."""
-        for kind in map(type, runner.hooks):
-            if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
-                name = f'{kind.__module__}.{kind.__name__}'
-                self._log.warning(f'custom_hooks also has {name}, and both run: remove it, this hook replaces it')
-
-    def _save_if_best(self, runner: Any, metrics: Mapping[str, Any]) -> None:
+    def _save_if_best(self, best: BestMetric, runner: Any, metrics: Mapping[str, Any]) -> None:
         """Save what has improved. Runs on: all ranks.
+
+        Rank 0 decides: the validation loss, for one, is not reduced over ranks (mmengine ``runner/loops.py``).
 
         Raises:
             AgreedError: As in CheckpointHook, the first results can't be compared, whatever ``on_error`` is.
         """
-        if self._saves.must_tell_after:
-            self._saves.collect()  # whether the last best save succeeded decides what the best score is
-        try:
-            improved = self._improved(metrics, runner.message_hub)
-        except XhfError as error:
-            if isinstance(error, AgreedError) and not self._has_compared:
-                raise
-            self._saves.handle(error, 'comparing scores')
-            return
-        self._has_compared = True
-        for metric, score, suffix, facts in improved:
-            remember = partial(self._remember, runner, metric, score)
-            step = Step('iter', runner.iter, runner.iter)
-            self._saves.save(step, self._saves.others[suffix], after=remember, facts=facts)
-
-    def _improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> list[tuple[str, float, str, dict[str, Any]]]:
-        """The metrics that have improved, each with its score, the suffix of its folder and its facts.
-
-        Rank 0 decides: the validation loss, for one, is not reduced over ranks (mmengine ``runner/loops.py``).
-        """
-        best = self._best
+        saves = self.saves
 
         def compare() -> list[tuple[str, float, str, dict[str, Any]]]:
             if not metrics:
-                self._log.warning('save_best: this validation has no results to compare')
+                saves.log.warning('save_best: this validation has no results to compare')
                 return []
-            better = best.improved(metrics, hub).items()
-            return [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in better]
+            improved = best.improved(metrics, runner.message_hub)
+            return [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()]
 
-        return self._saves.collective.from_rank0('comparing scores', compare)
-
-    def _learn_of_best(self, hub: MessageHub) -> None:
-        """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""
-        collective = self._saves.collective
+        if saves.must_tell_after:
+            saves.collect()  # whether the last best save succeeded decides what the best score is
         try:
-            with collective.stage('preflight'):
-                if collective.rank == 0:
-                    earlier = [BestSave.described_by(*found) for found in self._saves.manifests_of_others()]
+            improved = saves.collective.from_rank0('comparing scores', compare)
+        except XhfError as error:
+            if isinstance(error, AgreedError) and not self._has_compared:
+                raise
+            saves.handle(error, 'comparing scores')
+            return
+        self._has_compared = True
+        for metric, score, suffix, facts in improved:
+            step = Step('iter', runner.iter, runner.iter)
+            remember = partial(self._remember, best, runner, metric, score)
+            saves.save(step, saves.others[suffix], after=remember, facts=facts)
+
+    def _remember(self, best: BestMetric, runner: Any, metric: str, score: float) -> None:
+        """Record the score of a committed best save."""
+        best.remember(metric, score, runner.message_hub)
+        self.saves.log.info(f'best {metric} so far, {score:.4f}')
+
+    def _learn_of_best(self, best: BestMetric, hub: MessageHub) -> None:
+        """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""
+        saves = self.saves
+        try:
+            with saves.collective.stage('preflight'):
+                if saves.collective.rank == 0:
+                    earlier = [BestSave.described_by(*found) for found in saves.manifests_of_others()]
                     earlier += best_of_earlier_runs(hub)
-                    for line in self._best.begin(self._saves.newest.path, earlier, hub):
-                        self._log.info(line)
+                    for line in best.begin(saves.newest.path, earlier, hub):
+                        saves.log.info(line)
         except XhfError:
             self.close()
             raise
 
-    def _remember(self, runner: Any, metric: str, score: float) -> None:
-        """Record the score of a committed best save."""
-        self._best.remember(metric, score, runner.message_hub)
-        self._log.info(f'best {metric} so far, {score:.4f}')
-
     def _visualize(self, runner: Any, step: Step, numbers: Mapping[str, float]) -> None:
-        if self._saves.collective.rank == 0:
+        if self.saves.collective.rank == 0:
             try:
                 runner.visualizer.add_scalars(dict(numbers), step=step.iteration)
             except Exception as error:  # of any backend; only this rank would end
-                self._log.error(f'the visualizer failed and training goes on: {type(error).__name__}: {error}')
+                self.saves.log.error(f'the visualizer failed and training goes on: {type(error).__name__}: {error}')
 
     def _step(self, runner: Any, epochs: int) -> Step:
         """The step of a save, in epochs if both the schedule and the train loop count epochs."""
-        return Step('epoch', epochs, runner.iter) if self._in_epochs else Step('iter', runner.iter, runner.iter)
+        if self._schedule.by_epoch and counts_epochs(runner):
+            return Step('epoch', epochs, runner.iter)
+        return Step('iter', runner.iter, runner.iter)
 
 
 register_hook('HFCheckpointHook', HFCheckpointHook)  # in place of the function that imports this module when called
+
+
+def _tell_namesakes(runner: Any, log: RunLog) -> None:
+    """Warn of other hooks with this name, such as XTuner's, which would run beside this one."""
+    for kind in map(type, runner.hooks):
+        if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
+            name = f'{kind.__module__}.{kind.__name__}'
+            log.warning(f'custom_hooks also has {name}, and both run: remove it, this hook replaces it')
 
 
 def _wrappers() -> tuple[type, ...]:

@@ -52,7 +52,7 @@ def save_hf(
         OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
-    final = folder('out_dir', out_dir)
+    path = folder('out_dir', out_dir)
     options = CallOptions(
         step=step,
         tokenizer=tokenizer,
@@ -66,20 +66,21 @@ def save_hf(
         writer=writer,
         verify=verify,
     )
-    number = options.step or 0
+    step = Step('iter', options.step or 0, options.step or 0)
     committed: list[CommittedCheckpoint] = []
-    shared = Collective.shared()  # connects to all ranks at the first call
-    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=shared.rank != 0)
+    collective = Collective.reused()  # connects to all ranks at the first call
+    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0)
     try:
-        saves = CheckpointManager(unwrap(model), final, options, log, on_committed=committed.append, collective=shared)
+        saves = CheckpointManager(
+            unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
+        )
         try:
-            saves.prepare(None, when='now')
-            saves.save(Step('iter', number, number))
+            saves.save(step)
         finally:
             saves.close()
     except SharedError:
         raise
     except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
-        shared.abandon()
+        collective.abandon()
         raise
     return committed[0]

@@ -11,7 +11,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from xhf_hooks.errors import OptionError
 from xhf_hooks.options import CallbackOptions
 from xhf_hooks.planning.types import Step
-from xhf_hooks.saves.manager import CheckpointManager, RunFrontend
+from xhf_hooks.saves.frontend import RunFrontend
+from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
@@ -44,18 +45,19 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             Path(self.out_dir or Path(args.output_dir, 'hf_model')),
             self,
             log,
+            when=self._when(args, state),
+            tokenizer=kwargs.get('processing_class'),
             run=state,
             # Into Trainer's log, which goes into trainer_state.json
             on_result=lambda step, numbers: state.log_history.append({**numbers, 'step': step.iteration}),
         )
-        self._saves.prepare(kwargs.get('processing_class'), when=self._when(args, state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._saves.look()
+        self.saves.look()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
-            self._saves.save(_step(state))
-        self._saves.save_if_asked(_step(state))
+            self.saves.save(_step(state))
+        self.saves.save_if_asked(_step(state))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
@@ -63,20 +65,16 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
-            self._saves.save(_step(state))
+            self.saves.save(_step(state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy is None:
-            self._saves.save(_step(state))
+            self.saves.save(_step(state))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            self._saves.collect()
             # load_best_model_at_end has replaced the weights
-            if self.save_last and (self._saves.saved_at != state.global_step or args.load_best_model_at_end):
-                self._saves.save(_step(state))
-                self._saves.collect()
-            self._saves.finish(_step(state))
+            self.saves.finish(_step(state), weights_are_others=args.load_best_model_at_end)
         finally:
             self.close()
 

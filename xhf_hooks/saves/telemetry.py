@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,22 @@ from torch import nn
 
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
+from xhf_hooks.planning.types import CommittedCheckpoint
 from xhf_hooks.sources.host_memory import MemoryMeter
 
 
 class SaveClock:
-    """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
-
-    Attributes:
-        stage_secs: Seconds by stage, in the order in which they were entered.
-    """
+    """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time."""
 
     def __init__(self) -> None:
         self.meter = MemoryMeter()
-        self.stage_secs: dict[str, float] = {}
         self._started = time.perf_counter()
+        self._begun = [('plan', self._started)]
         self._stalled_secs: float | None = None
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of a block to a stage."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stage_secs[name] = self.stage_secs.get(name, 0.0) + time.perf_counter() - started
+    def begin(self, stage: str) -> None:
+        """From now on, time belongs to this stage."""
+        self._begun.append((stage, time.perf_counter()))
 
     def training_goes_on(self) -> None:
         """Called when training goes on; later time does not count as a stall."""
@@ -54,6 +45,14 @@ class SaveClock:
     def stalled_secs(self) -> float:
         """How long the save has stalled training."""
         return self.seconds if self._stalled_secs is None else self._stalled_secs
+
+    @property
+    def stage_secs(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they began."""
+        found = dict.fromkeys((stage for stage, _ in self._begun), 0.0)
+        for (stage, began), (_, ended) in pairwise([*self._begun, ('', time.perf_counter())]):
+            found[stage] += ended - began
+        return found
 
 
 #: Held while a line is written, and during a fork: in the child, such as a data loader worker, the stream would be
@@ -103,23 +102,6 @@ def show(logger: logging.Logger, level: int = logging.INFO) -> None:
         logger.addHandler(_LastResort())
 
 
-def log_preparations(
-    log: RunLog, plan: SavePlan, exporter: Any, *, where: Any, when: str, how: str, expects_slices: bool
-) -> None:
-    """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
-    n_tensors, n_files = len(plan.placements), len(plan.files)
-    what = f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}'
-    log.info(_table('ready to save', {'what': what, 'where': where, 'when': when, 'how': how}))
-    gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
-    if gathered and expects_slices:
-        log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
-    left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
-    if left_out:
-        log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
-    for note in exporter.notes:
-        log.info(note)
-
-
 def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
     """Name what is trained and not saved, if that has changed."""
     left_out = set(exporter.left_out)
@@ -145,11 +127,11 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
     }
     name = Path(committed.path).name
     title = f'saved {committed.step.label} to {name}, {cost.nbytes / 1e6:.1f} MB in {cost.seconds:.2f} s'
-    log.info(_table(title, rows))
+    log.info(table(title, rows))
 
 
-def _table(title: str, rows: Mapping[str, object]) -> str:
-    """A message with one row per line."""
+def table(title: str, rows: Mapping[str, object]) -> str:
+    """A message with one row per line, for names of up to six letters."""
     return '\n'.join([title, *(f'    {name:<7}{value}' for name, value in rows.items())])
 
 
@@ -176,13 +158,16 @@ class Progress:
 
     interval_secs = 30.0
 
-    def __init__(self, log: RunLog | None, label: str, nbytes: int) -> None:
-        self._log, self._label, self._nbytes = log, label, nbytes
-        self._done_nbytes, self._last = 0, time.monotonic()
+    def __init__(self, log: RunLog, label: str, nbytes: int) -> None:
+        self._log = log
+        self._label = label
+        self._nbytes = nbytes
+        self._done_nbytes = 0
+        self._last = time.monotonic()
 
     def wrote(self, nbytes: int) -> None:
         """Called for each part of a tensor that goes to the writer."""
         self._done_nbytes += nbytes
-        if self._log is not None and time.monotonic() - self._last >= self.interval_secs:
+        if time.monotonic() - self._last >= self.interval_secs:
             self._last = time.monotonic()
             self._log.info(f'saving {self._label}, {self._done_nbytes / 1e9:.2f} of {self._nbytes / 1e9:.2f} GB')

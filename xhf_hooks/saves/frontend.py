@@ -1,0 +1,27 @@
+"""What the frontends that a trainer calls have in common."""
+
+from __future__ import annotations
+
+from xhf_hooks.saves.manager import CheckpointManager
+
+
+class RunFrontend:
+    """Base of hook and callback: the saves of one run."""
+
+    _saves: CheckpointManager | None = None
+
+    @property
+    def saves(self) -> CheckpointManager:
+        """The saves of the run that goes on."""
+        if self._saves is None:
+            raise RuntimeError('training has not begun')
+        return self._saves
+
+    def close(self) -> None:
+        """After interrupted training (Ctrl-C in a notebook): wait for a save in flight and release the folder.
+
+        The next training in this process calls it. Runs on: any rank.
+        """
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None

@@ -1,0 +1,98 @@
+"""What is claimed, checked and told before training, so that saves will work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.background.upload import Uploads
+from xhf_hooks.exporters.base import find_tokenizer
+from xhf_hooks.format.text import counted, some
+from xhf_hooks.options import CallOptions, RunOptions
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
+from xhf_hooks.places.who_writes import WhoWrites
+from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.telemetry import table
+
+#: Gets the run's tokenizer; returns the one to save, EOS token ids to add, and log messages.
+FinishTokenizer = Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]]
+
+
+def preflight(
+    saver: Saver,
+    targets: Sequence[CheckpointFolder],
+    bases: Sequence[str],
+    uploads: Uploads | None,
+    *,
+    tokenizer: Any | None,
+    finish_tokenizer: FinishTokenizer | None,
+    sweep: Path | None,
+) -> None:
+    """Claim the places of saves and rehearse one. Runs on: all ranks.
+
+    Args:
+        targets: That of the newest save first.
+        bases: Folders or hub names of the models that training starts from.
+
+    Raises:
+        AgreedError: Saves will not work.
+    """
+    collective, log = saver.collective, saver.log
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            claim_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep)
+            _find_tokenizer(saver, tokenizer, finish_tokenizer)
+            for warning in saver.rehearse(targets[0]):
+                log.warning(warning)
+        if uploads is not None:
+            uploads.claim()
+    if saver.in_background:
+        with collective.stage('preflight'):
+            reserved_nbytes = saver.reserve_snapshot()
+        log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')
+
+
+def _find_tokenizer(saver: Saver, of_the_run: Any | None, finish: FinishTokenizer | None) -> None:
+    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, saver.planned.exporter)
+    for warning in warnings:
+        saver.log.warning(warning)
+    if finish is not None:
+        tokenizer, saver.eos_token_ids, messages = finish(tokenizer)
+        for message in messages:
+            saver.log.info(message)
+    saver.tokenizer = tokenizer
+
+
+def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:
+    """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
+    log, plan, exporter = saver.log, saver.plan, saver.planned.exporter
+    n_tensors, n_files = len(plan.placements), len(plan.files)
+    how = f'{saver.who_writes.value} writer{", in the background" if saver.in_background else ""}; about '
+    how += f'{saver.planned.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+    rows = {
+        'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
+        'where': targets[0].path,
+        'when': ', '.join(occasions),
+        'how': how,
+    }
+    log.info(table('ready to save', rows))
+    gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
+    if gathered and saver.who_writes is not WhoWrites.GATHER and saver.collective.world_size > 1:
+        log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
+    left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
+    if left_out:
+        log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
+    for note in exporter.notes:
+        log.info(note)
+
+
+def occasions_of(options: RunOptions | CallOptions, schedule: str | None, others: Mapping[str, CheckpointFolder]) -> list[str]:
+    """Everything that triggers a save, for the log."""
+    found = [] if schedule is None else [schedule]
+    if options.save_last:
+        found.append('at the end of training')
+    found += [f'at a new best score ({target.name})' for target in others.values()]
+    if options.save_on_signal:
+        found.append('on demand')
+    return found
