@@ -36,8 +36,6 @@ setup(
     package_data={'xhf_hooks': ['py.typed']},
     entry_points={
         'console_scripts': [
-            'xhf = xhf_hooks.cli.main:main',
-            # The names that scripts may have
             'xhf-convert = xhf_hooks.cli.convert:main',
             'xhf-verify = xhf_hooks.cli.verify:main',
         ]

@@ -181,7 +181,7 @@ def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
     log_dir = log_dir_of(finished, name)
     hook, checkpoint = log_dir / 'hf_model', log_dir.parent / 'iter_4.pth'
     out = convert(checkpoint, tmp_path / 'out', '--base', hook, '--verify')
-    assert '(the averaged weights)' in capsys.readouterr().out
+    assert 'the averaged weights)' in capsys.readouterr().out
     assert_same_files(out, hook)
     assert manifest(out)['weights'] == 'averaged'
     assert verify([str(hook), str(checkpoint), '--base', str(hook)]) == 0
@@ -195,7 +195,7 @@ def test_the_live_ones_on_request(finished, tmp_path, capsys):
         assert manifest(averaging / folder)['weights'] == manifest(plain / folder)['weights'] == 'live'
     checkpoint, expected = averaging.parent / 'iter_4.pth', averaging / 'hf_model'
     live = convert(checkpoint, tmp_path / 'live', '--base', expected, '--no-ema')
-    assert '(the live weights)' in capsys.readouterr().out
+    assert 'the live weights)' in capsys.readouterr().out
     assert_same_files(live, expected)
     assert manifest(live)['weights'] == 'live'
     averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)

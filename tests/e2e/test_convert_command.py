@@ -80,8 +80,15 @@ def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, dtype):
 
 def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):
     assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'deep' / 'out'), '--dry-run']) == DONE
-    assert 'would write to' in capsys.readouterr().out
-    assert leftovers(tmp_path) == []
+    said = capsys.readouterr().out
+    assert f'found {trained / "iter_7.pth"}: file, torch, iteration 7, 26 tensors (26 F32), ' in said
+    assert 'would write to' in said and leftovers(tmp_path) == []
+
+
+def test_what_a_checkpoint_holds_is_told_where_its_model_is_not_known(trained, tmp_path, capsys):
+    torch.save({'llm.weight': torch.ones(3)}, tmp_path / 'iter_3.pth')
+    assert main([str(tmp_path / 'iter_3.pth'), str(tmp_path / 'out'), '--dry-run']) == BAD_INPUT
+    assert 'iteration 3, 1 tensor (1 F32), ' in capsys.readouterr().out
 
 
 def test_vocabulary_that_training_enlarged(trained, tmp_path):

@@ -29,9 +29,9 @@ ENTER = 'source tools/env.sh && use_env .venv'
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
 XTUNER_CONFIG = 'llama3_8b_instruct_full_alpaca_e3'
 AFTER_THE_DEMO = [
-    'xhf inspect work_dirs/demo',
-    'xhf convert work_dirs/demo OUT',
-    'xhf verify OUT work_dirs/demo/*/hf_model',
+    'xhf-verify work_dirs/demo/*/hf_model',
+    'xhf-convert work_dirs/demo OUT',
+    'xhf-verify OUT work_dirs/demo/*/hf_model',
 ]
 #: Every command of every page, but versions.md, whose lines tools/env.sh runs. Tests below run them, or as it says.
 COMMANDS = {
@@ -43,7 +43,7 @@ COMMANDS = {
     'python tools/verify.py A B',
     f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train
     f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
-    f'xhf verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
+    f'xhf-verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
     'bash tools/test.sh tests/stress/test_kills.py --times 30',  # once in every run
     'bash tools/test.sh tests/stress/test_network_fs.py',
     *(f'python tools/bench.py {what}' for what in BENCHMARKS),

@@ -45,6 +45,7 @@ def test_one_folder(copy, capsys):
     said = capsys.readouterr()
     assert said.out.splitlines()[-1].startswith(f'{copy}: good (') and 'GB/s' in said.out
     assert 'unchecked' not in said.out and said.err == ''
+    assert 'LlamaForCausalLM, 21 F32, iter 7, live weights, deepspeed ZeRO-3, 2 ranks' in said.out
     flip(copy / WEIGHTS, -1)
     assert run(copy) == DIFFERENT
     said = capsys.readouterr().out

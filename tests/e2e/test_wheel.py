@@ -82,7 +82,7 @@ def test_it_converts_and_verifies_and_without_isal_bytes_and_checksums_are_the_s
     options = ['--base', checkpoint.parent / 'model', '--max-shard-size', '20KB']
     for words in (
         ['xhf-convert', checkpoint, tmp_path / 'without', *options, '--verify'],
-        ['xhf', 'verify', tmp_path / 'without'],
+        ['xhf-verify', tmp_path / 'without'],
     ):
         done = call(bare, *words)
         assert done.returncode == 0, f'{words}: {done.stdout}{done.stderr}'

@@ -17,11 +17,11 @@ from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 from xhf_hooks.system.versions import refuse_outdated
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
+_PROG = 'xhf-convert'
 _FAILURES = (IncompleteError, StoreError)
 _DTYPES = {'keep': None, **DTYPE_CODES, AS_IN_BASE: AS_IN_BASE}
 _MOST_NAMES = 20  # number of written files to name in one line
 _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
-
 
 _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
@@ -31,10 +31,10 @@ _EXAMPLES = {
 }
 
 
-def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-convert') -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = CommandParser(
-        prog=prog,
+        prog=_PROG,
         examples=_EXAMPLES,
         description='Convert the checkpoint of a finished run into a Hugging Face folder. Runs no code from it.',
         epilog='Exit status: 0 done, 1 failed, 2 bad input. A conversion that fails or is killed leaves no OUT.',
@@ -98,31 +98,35 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add('--workers', type=count, metavar='N', default=workers, help='threads; default: %(default)s')
 
 
-def main(argv: Sequence[str] | None = None, prog: str = 'xhf-convert') -> int:
-    """Run the command, named ``prog`` in messages. Returns the exit status."""
-    args = parse_args(argv, prog)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    args = parse_args(argv)
     try:
         refuse_outdated('torch', 'transformers')
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
-        return _run(args, prog)
+        return _run(args)
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error, left='; OUT was not written')
+        explain(_PROG, error, left='; OUT was not written')
         is_bad_input = isinstance(error, XhfError) and not isinstance(error, _FAILURES)
         return BAD_INPUT if is_bad_input else FAILED
 
 
-def _run(args: argparse.Namespace, prog: str) -> int:
+def _run(args: argparse.Namespace) -> int:
     exists = not args.overwrite and _exists(args.out)
     if exists and not args.dry_run:
         raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
-    from xhf_hooks.convert import Conversion, ConvertOptions  # imports torch and transformers
+    from xhf_hooks.convert import Conversion, ConvertOptions, describe_checkpoint  # imports torch and transformers
+    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
     options = ConvertOptions(**{**given, 'dtype': _DTYPES[args.dtype]})
-    conversion = Conversion(args.checkpoint, options)
+    checkpoint = CheckpointSource(find_checkpoint(args.checkpoint), ema=args.ema)
+    for line in describe_checkpoint(checkpoint):
+        say(line)
+    conversion = Conversion(checkpoint, options)
     for line in conversion.description():
         say(line)
-    _warn(conversion.warnings, prog)
+    _warn(conversion.warnings)
     if args.dry_run:
         say(
             f'would write to {args.out}' + (', which exists: name another folder, or add --overwrite' if exists else '')
@@ -130,7 +134,7 @@ def _run(args: argparse.Namespace, prog: str) -> int:
         return DONE
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)
-    _warn(committed.warnings, prog)
+    _warn(committed.warnings)
     cost, files = committed.cost, sorted(path.name for path in Path(committed.path).iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
@@ -142,9 +146,9 @@ def _run(args: argparse.Namespace, prog: str) -> int:
     return DONE
 
 
-def _warn(warnings: Sequence[str], prog: str) -> None:
+def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        complain(f'{prog}: note: {warning}')
+        complain(f'{_PROG}: note: {warning}')
 
 
 def _exists(out: Path) -> bool:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from xhf_hooks.verify.compare import Comparison
 
 SAME, DIFFERENT, UNUSABLE = 0, 1, 2
-
-
+_PROG = 'xhf-verify'
 _EXAMPLES = {
     'hf_model': 'check that this folder is complete, consistent and unchanged',
     'hf_model --load': 'also load it and generate text',
@@ -29,14 +28,14 @@ _EXAMPLES = {
 }
 
 
-def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = CommandParser(
-        prog=prog,
+        prog=_PROG,
         examples=_EXAMPLES,
-        description='One path: check that a Hugging Face folder is complete, consistent and, if it has an\n'
-        'xhf_manifest.json, unchanged. Two paths: compare two models: two Hugging Face folders, or one and a\n'
-        'checkpoint that xhf-convert reads.',
+        description='One path: show what a Hugging Face folder holds; check that it is complete, consistent and, if\n'
+        'it has an xhf_manifest.json, unchanged. Two paths: compare two models: two Hugging Face folders, or\n'
+        'one and a checkpoint that xhf-convert reads.',
         epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
         '2 unusable input.',
     )
@@ -60,13 +59,13 @@ def parse_args(argv: Sequence[str] | None, prog: str = 'xhf-verify') -> argparse
     return args
 
 
-def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
-    """Run the command, named ``prog`` in messages. Returns the exit status."""
-    args = parse_args(argv, prog)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    args = parse_args(argv)
     try:
         refuse_outdated('torch', 'transformers')
         with redirect_stdout(sys.stderr):  # standard output is for the result alone
-            is_good, result = _check(args, prog) if args.b is None else _compare(args)
+            is_good, result = _check(args) if args.b is None else _compare(args)
         if args.json:
             print(json.dumps(result.as_json(), indent=2))
         else:
@@ -74,11 +73,11 @@ def main(argv: Sequence[str] | None = None, prog: str = 'xhf-verify') -> int:
                 say(line)
         return SAME if is_good else DIFFERENT
     except (Exception, KeyboardInterrupt) as error:
-        explain(prog, error)
+        explain(_PROG, error)
         return UNUSABLE
 
 
-def _check(args: argparse.Namespace, prog: str) -> tuple[bool, FolderCheck]:
+def _check(args: argparse.Namespace) -> tuple[bool, FolderCheck]:
     from xhf_hooks.verify.folder import verify_folder
 
     with progress('reading') as on_progress:
@@ -88,7 +87,7 @@ def _check(args: argparse.Namespace, prog: str) -> tuple[bool, FolderCheck]:
 
         load_and_run(args.a, report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
-        complain(f'{prog}: the folder is damaged, so it was not loaded')
+        complain(f'{_PROG}: the folder is damaged, so it was not loaded')
     return report.is_good, report
 
 

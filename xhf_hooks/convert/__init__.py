@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from xhf_hooks.convert.conversion import Conversion, ConvertOptions
+from xhf_hooks.convert.conversion import Conversion, ConvertOptions, describe_checkpoint
 
-__all__ = ['Conversion', 'ConvertOptions']
+__all__ = ['Conversion', 'ConvertOptions', 'describe_checkpoint']

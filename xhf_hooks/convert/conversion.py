@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
-from xhf_hooks.format.text import counted, size_text, some
+from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
 from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters
@@ -33,7 +33,7 @@ from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
-from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.calls import naming
@@ -72,19 +72,16 @@ class Conversion:
     Attributes:
         tensors: What the plan is made of, by name.
         plan: The plan that :meth:`run` writes.
-        averages: Whether the checkpoint holds both averaged and live weights.
         warnings: Notes for the user before anything is written.
 
     Raises:
         XhfError: The checkpoint cannot be converted. Nothing was written.
     """
 
-    def __init__(self, checkpoint: Path, options: ConvertOptions) -> None:
-        self._options = options
-        self._found = find_checkpoint(checkpoint)
-        self._checkpoint = CheckpointSource(self._found, ema=options.ema)
-        self.averages = self._checkpoint.averages
-        self._specs = self._checkpoint.specs()
+    def __init__(self, checkpoint: CheckpointSource, options: ConvertOptions) -> None:
+        self._checkpoint, self._options = checkpoint, options
+        self._found = checkpoint.found
+        self._specs = checkpoint.specs()
         beside = adapter_beside(self._found.path)
         held = {name for spec in self._specs for name in (spec.name, *spec.aliases)}
         self._config = find_run_config(options.config, self._checkpoint.config_text, self._found.path)
@@ -216,11 +213,9 @@ class Conversion:
         return Step('iter', iteration, iteration)
 
     def description(self) -> list[str]:
-        """What was found and what will be written, as text."""
+        """The model and what will be written, as text."""
         plan = self.plan
         return [
-            describe_checkpoint(self._checkpoint, f' (the {self._weights} weights)' if self.averages else ''),
-            *self._checkpoint.unproven,
             f'model {self._meta_model.described_by}; {type(self._exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {size_text(plan.nbytes)} in '
             f'{some([file.name for file in plan.files])}; to read: {size_text(self.read_nbytes)}',
@@ -288,34 +283,17 @@ class Conversion:
         return {**facts, 'widened_tensors': self._widened} if self._widened else facts
 
 
-def describe_checkpoint(source: CheckpointSource, which: str = '') -> str:
-    """What was found, in a line.
-
-    Args:
-        which: Which of its weights are converted.
-    """
+def describe_checkpoint(source: CheckpointSource) -> list[str]:
+    """What a checkpoint holds, and what its files cannot prove, as text."""
+    specs, found, facts = source.specs(), source.found, source.facts
     iteration = 'unknown' if source.iteration is None else source.iteration
-    return (
-        f'found {source.found.path}: {source.facts.get("layout")}, {engine_of(source.facts)}, iteration {iteration}, '
-        f'{len(source.specs())} tensors{which}, {size_text(source.found.nbytes)}'
-    )
-
-
-def lines_about(path: Path) -> list[str]:
-    """A checkpoint and its run, in a line, and what the user should know of it."""
-    source = CheckpointSource(find_checkpoint(path))
-    config = find_run_config(None, source.config_text, source.found.path)
-    dtypes = Counter(spec.dtype for spec in source.specs())
-    parts = [f'{n} {dtype}' for dtype, n in dtypes.items()] + ['averaged and live weights'] * source.averages
-    parts += [] if config is None or config.model is None else [config.model['type']]
-    return ['; '.join([describe_checkpoint(source), *parts]), *source.warnings, *source.unproven]
-
-
-def engine_of(facts: Mapping[str, Any]) -> str:
-    """The engine that wrote a save or a checkpoint, and its ranks."""
-    stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')
-    engine = str(facts.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
-    return engine if n_ranks is None else f'{engine}, {counted(n_ranks, "rank")}'
+    held = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]
+    held += [f'the {facts["weights"]} weights'] if source.averages else []
+    return [
+        f'found {found.path}: {facts["layout"]}, {engine_text(facts)}, iteration {iteration}, '
+        f'{counted(len(specs), "tensor")} ({", ".join(held)}), {size_text(found.nbytes)}',
+        *source.unproven,
+    ]
 
 
 def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:

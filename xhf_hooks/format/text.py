@@ -1,8 +1,9 @@
-"""Formats sizes and lists of names for messages."""
+"""Formats sizes, lists of names and what else several rooms tell in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
 
@@ -26,3 +27,10 @@ def some(names: Sequence[str], shown: int = 3) -> str:
     """The first few names and the number of the others."""
     names = [name[:120] for name in names]
     return ', '.join(names[:shown]) + (f' and {len(names) - shown} more' if len(names) > shown else '')
+
+
+def engine_text(facts: Mapping[str, Any]) -> str:
+    """The engine that wrote a save or a checkpoint, such as ``'deepspeed ZeRO-3, 8 ranks'``."""
+    stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')
+    engine = str(facts.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
+    return engine if n_ranks is None else f'{engine}, {counted(n_ranks, "rank")}'

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.index import INDEX_SUFFIX
-from xhf_hooks.format.text import some
-from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
+from xhf_hooks.format.text import engine_text, some
+from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 
 
@@ -31,7 +33,7 @@ def verify_folder(
         CheckpointError: The folder does not hold a model.
     """
     if not path.is_dir():
-        raise CheckpointError(f'{path}: no such folder; give a folder with *.safetensors files')
+        raise CheckpointError(f'{path}: no such folder; give one with *.safetensors files')
     damage = None
     try:
         manifest = read_manifest(path)
@@ -45,11 +47,27 @@ def verify_folder(
         check.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     check.check_structure()
     _check_texts(check)
+    check.add(NOTE, 'model', _describe(check))
     if read:
         check.read(workers, on_progress=on_progress)
     else:
         check.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
     return check
+
+
+def _describe(check: FolderCheck) -> str:
+    """What the folder holds, in a line."""
+    name = 'an adapter' if 'adapter_config.json' in check.files else 'a model'
+    with suppress(DamagedError):
+        architectures = strict_json.read(check.path / 'config.json').get('architectures')
+        if isinstance(architectures, list) and architectures:
+            name = str(architectures[0])
+    dtypes = Counter(entry.dtype for header in check.headers.values() for entry in header.entries)
+    held = [f'{n} {dtype}' for dtype, n in dtypes.items()]
+    if check.manifest is not None:
+        step, facts = check.manifest.step, check.manifest.facts
+        held += [f'{step.unit} {step.number}', f'{facts.get("weights", "live")} weights', engine_text(facts)]
+    return ', '.join([name, *held])
 
 
 def _require_model(path: Path, files: list[str]) -> None:
@@ -60,7 +78,7 @@ def _require_model(path: Path, files: list[str]) -> None:
         raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one of them: {shown}')
     if MANIFEST_NAME in files or any(name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX)) for name in files):
         return
-    raise CheckpointError(f'{path}: holds no *.safetensors files; convert a checkpoint with xhf-convert first')
+    raise CheckpointError(f'{path}: holds no *.safetensors files; for a checkpoint, see xhf-convert --dry-run')
 
 
 def _check_texts(check: FolderCheck) -> None:

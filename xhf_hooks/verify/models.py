@@ -17,6 +17,7 @@ from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
+from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
 from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
@@ -89,9 +90,10 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     """The checkpoint as xhf-convert would write it into the folder."""
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema = not _is_live(folder)
-    conversion = Conversion(path, replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None))
+    checkpoint = CheckpointSource(find_checkpoint(path), ema=ema)
+    conversion = Conversion(checkpoint, replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None))
     notes = [*conversion.warnings]
-    if conversion.averages:
+    if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     made = _Made(conversion)
     tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in made.places.items()}
