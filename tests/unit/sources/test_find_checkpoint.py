@@ -67,7 +67,8 @@ REFUSED = {
     'DCP without its index': ('', ['__0_0.distcp'], r'/\.metadata: missing.*torch\.distributed\.checkpoint'),
     'DCP by rank': ('', ['__0_0.distcp', '__0.metadata'], 'one part of an FSDP model'),
     'parts of Accelerate': ('', ['pytorch_model_fsdp_rank0.bin'], 'Accelerate: load_state'),
-    'universal, not finished': ('', ['zero/a.weight/fp32.pt'], 'ds_to_universal.py did not finish'),
+    'universal': ('', ['zero/a.weight/fp32.pt', 'mp_rank_00_model_states.pt'], 'give the checkpoint that it was made'),
+    'universal, not finished': ('', ['zero/a.weight/fp32.pt'], 'a universal checkpoint'),
     'stages of a pipeline': ('', ['layer_00-model_states.pt', 'mp_rank_00_model_states.pt'], 'tensor, pipeline'),
     'tensor parallelism': ('', ['mp_rank_00_model_states.pt', 'mp_rank_01_model_states.pt'], 'tensor, pipeline'),
     'a name of nobody': (

@@ -2,7 +2,7 @@
 
 The names are those of DeepSpeed ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``,
 ``_get_expert_ckpt_name``, ``_get_optimizer_ckpt_name``), ``runtime/pipe/module.py`` (``ckpt_layer_path``) and
-``checkpoint/ds_to_universal.py`` (``main``); torch.distributed.checkpoint ``filesystem.py``; Accelerate
+``checkpoint/ds_to_universal.py`` (``main``, refused); torch.distributed.checkpoint ``filesystem.py``; Accelerate
 ``utils/fsdp_utils.py`` (``save_fsdp_model``: a folder, or one file with all weights); MMEngine ``_strategy/fsdp.py``.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
@@ -44,25 +43,22 @@ class FoundCheckpoint:
         path: The checkpoint: DeepSpeed's tag folder, or one file.
         layout: ``'mmengine'`` (a tag folder ``iter_N.pth`` or ``epoch_N.pth``), ``'deepspeed'`` (``latest`` or a
             tag folder of another name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
-            ``'accelerate'`` (``pytorch_model``), ``'universal'`` (made by DeepSpeed's ``ds_to_universal.py``),
-            ``'dcp'`` (torch.distributed.checkpoint), or ``'file'`` (one ``.pth`` with all weights).
+            ``'accelerate'`` (``pytorch_model``), ``'dcp'`` (torch.distributed.checkpoint), or ``'file'`` (one ``.pth``
+            with all weights).
         model_files: ``*_model_states.pt`` in rank order (one at stages 0 to 2), the ``.distcp`` files sorted by name,
             or the one file.
         optim_files: ``*_optim_states.pt`` in rank order; DeepSpeed's layouts only.
-        parameter_files: Parameter name to the file of its fp32 values; ``'universal'`` only.
     """
 
     path: Path
     layout: str
     model_files: tuple[Path, ...]
     optim_files: tuple[Path, ...] = ()
-    parameter_files: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Total size of these files."""
-        files = (*self.model_files, *self.optim_files, *self.parameter_files.values())
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in (*self.model_files, *self.optim_files))
 
 
 def find_checkpoint(path: str | Path) -> FoundCheckpoint:
@@ -94,7 +90,7 @@ def _follow(folder: Path) -> Path:
     names = sorted(os.listdir(folder))
     for name in names:
         _refuse_unsupported(folder / name)
-    if any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in names) or _is_universal(folder):
+    if any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in names):
         return folder
     # Accelerate: one tag per model; with several models, `latest` belongs to the last one saved
     models = [name for name in names if name.startswith('pytorch_model') and (folder / name).is_dir()]
@@ -135,6 +131,11 @@ def _refuse_unsupported(path: Path) -> None:
             f'supported; load it as it was saved (DeepSpeed: load_checkpoint; Accelerate: load_state) and save whole '
             f"weights (Accelerate: FULL_STATE_DICT; MMEngine: state_dict_cfg='full'), or use HFCheckpointHook there"
         )
+    if path.name == 'zero' and next(path.glob('*/fp32.pt'), None) is not None:
+        raise CheckpointError(
+            f'{path.parent}: a universal checkpoint (ds_to_universal.py), which is not supported; give the checkpoint '
+            f'that it was made from'
+        )
 
 
 def _dcp(folder: Path) -> FoundCheckpoint:
@@ -143,11 +144,6 @@ def _dcp(folder: Path) -> FoundCheckpoint:
             f'{folder / _DCP_INDEX}: missing, but files of torch.distributed.checkpoint are there; copy it, too'
         )
     return FoundCheckpoint(folder, 'dcp', tuple(sorted(folder.glob('*.distcp'))))
-
-
-def _is_universal(folder: Path) -> bool:
-    """Whether the folder was written by ``ds_to_universal.py``."""
-    return next(folder.glob('zero/*/fp32.pt'), None) is not None
 
 
 def _find_parts(folder: Path) -> FoundCheckpoint:
@@ -170,13 +166,7 @@ def _find_parts(folder: Path) -> FoundCheckpoint:
             raise CheckpointError(f'{file}: not a file name of DeepSpeed; remove it, or restore its name')
     models, optims = (tuple(file for _, file in sorted(files.items())) for files in found.values())
     if not models:
-        raise CheckpointError(
-            f'{folder}: *_model_states.pt is missing; copy it, too, or, if ds_to_universal.py did not finish, run it '
-            f'again'
-        )
-    if not optims and _is_universal(folder):
-        parameters = {entry.name: entry / 'fp32.pt' for entry in sorted((folder / 'zero').iterdir()) if entry.is_dir()}
-        return FoundCheckpoint(folder, 'universal', models, parameter_files=parameters)
+        raise CheckpointError(f'{folder}: *_model_states.pt is missing; copy it, too')
     return FoundCheckpoint(folder, _layout(folder), models, optims)
 
 

@@ -15,9 +15,7 @@ import torch
 
 from xhf_hooks.errors import CheckpointError, TensorError
 from xhf_hooks.format.dtypes import dtype_code
-from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, Shapes, trained_dtype
-from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
 
@@ -91,31 +89,6 @@ def zero3_regions(shapes: Sequence[Shapes], ranks: Sequence[tuple[Path, Sequence
         found[name] = Region(shape, pieces)
         position += shares[name]
     return found
-
-
-def universal_regions(shapes: Sequence[Shapes], found: FoundCheckpoint) -> Regions:
-    """Locate parameters that ``ds_to_universal.py`` has put into a file each.
-
-    At stage 3 it holds a flat tensor (``merge_zero3_slices``), else a dict with the key ``'param'``
-    (``merge_tp_slices``).
-
-    Raises:
-        CheckpointError: A file is missing, or belongs to another model or parameter.
-    """
-    merged = {name: shape for group in shapes for name, shape in group.items()}
-    regions: Regions = {}
-    for name in {**merged, **found.parameter_files}:
-        is_known = name in merged and name in found.parameter_files
-        content = load_torch_file(found.parameter_files[name]) if is_known else None
-        tensor = content.get('param') if isinstance(content, dict) else content
-        shape = merged.get(name, ())
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) not in (shape, (math.prod(shape),)):
-            raise CheckpointError(
-                f'{found.path / "zero" / name}: expected a parameter of shape {shape} that the model file names; '
-                f'put the files of one save together, or convert the checkpoint that they were made from'
-            )
-        regions[name] = Region(shape, (tensor,) if tensor.numel() else ())
-    return regions
 
 
 def cut(parts: Iterable[torch.Tensor], start: int, end: int) -> Pieces:

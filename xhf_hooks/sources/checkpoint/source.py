@@ -16,13 +16,7 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
-from xhf_hooks.sources.checkpoint.regions import (
-    assemble,
-    frozen_regions,
-    universal_regions,
-    zero3_regions,
-    zero12_regions,
-)
+from xhf_hooks.sources.checkpoint.regions import Regions, assemble, frozen_regions, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
@@ -118,11 +112,9 @@ class CheckpointSource:
     def _open_folder(self) -> tuple[ModelState, list[StoredTensor]]:
         models = [load_model_state(file) for file in self.found.model_files]
         optims = [load_optim_state(file) for file in self.found.optim_files]
-        universal = self.found.layout == 'universal'
-        if not universal:
-            require_all_ranks(models, optims)
+        require_all_ranks(models, optims)
         require_one_save(models, optims)
-        self.unproven = unproven(models, optims, universal=universal)
+        self.unproven = unproven(optims)
         first = models[0]
         config = first.content.get('ds_config')
         zero = config.get('zero_optimization') if isinstance(config, dict) else None
@@ -132,15 +124,12 @@ class CheckpointSource:
         self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': first.version}
         with parsing(first.file, 'a checkpoint of DeepSpeed'):
             shapes = first.shapes or ()
-            if universal:
-                masters = universal_regions(shapes, self.found)
-                is_zero3 = first.file.name.startswith('zero_pp_rank_')
+            is_zero3 = bool(optims) and optims[0].stage == 3
+            masters: Regions = {}  # without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
+            if is_zero3:
+                masters = zero3_regions(shapes, [(optim.file, optim.groups) for optim in optims])
             elif optims:
-                is_zero3 = optims[0].stage == 3
-                ranks = [(optim.file, optim.groups) for optim in optims]
-                masters = zero3_regions(shapes, ranks) if is_zero3 else zero12_regions(shapes, optims)
-            else:  # without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
-                masters, is_zero3 = {}, False
+                masters = zero12_regions(shapes, optims)
             empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
             frozen = frozen_regions(models, is_zero3)
             tensors = assemble(first, masters, frozen, placeholders=empty - first.buffer_names)

@@ -52,7 +52,7 @@ class ModelState:
     frozen_shapes: Shapes = field(default_factory=dict)
     fragments: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
-    saved_as: str | None = None
+    saved_as: str = ''
 
     @property
     def version(self) -> Any:
@@ -83,7 +83,7 @@ class OptimState:
     paddings: list[list[int]] | None
     version: Any
     steps: int | None
-    saved_as: str | None
+    saved_as: str
 
 
 def trained_dtype(ds_config: Any) -> str | None:
@@ -208,14 +208,14 @@ def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState])
     """Compare what the files say of their save.
 
     Args:
-        optims: In the order of ranks; none for a universal checkpoint.
+        optims: In the order of ranks.
 
     Raises:
         CheckpointError: A file comes from another rank or another save.
     """
     states: list[ModelState | OptimState] = [*models, *optims]
     for state in states:
-        if state.saved_as not in (None, state.file.stem) and _DEEPSPEEDS.fullmatch(str(state.saved_as)):
+        if state.saved_as != state.file.stem and _DEEPSPEEDS.fullmatch(state.saved_as):
             raise CheckpointError(
                 f'{state.file}: was saved as {state.saved_as}.pt and renamed; restore its name, or {_HINT}'
             )
@@ -227,14 +227,12 @@ def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState])
     _same('shapes of parameters', ((m.file, [m.shapes, m.frozen_shapes]) for m in models))
 
 
-def unproven(models: Sequence[ModelState], optims: Sequence[OptimState], *, universal: bool) -> tuple[str, ...]:
+def unproven(optims: Sequence[OptimState]) -> tuple[str, ...]:
     """Statements that the files cannot confirm, for the user to check."""
-    found = []
-    if universal or len(optims) > 1:
-        found.append(
-            'not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run'
-        )
-    if len(optims) > 1 and any(optim.saved_as != optim.file.stem for optim in optims):
+    if len(optims) < 2:
+        return ()
+    found = ['not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run']
+    if any(optim.saved_as != optim.file.stem for optim in optims):
         found.append('not verifiable: only the file names say which rank wrote which file')
     return tuple(found)
 

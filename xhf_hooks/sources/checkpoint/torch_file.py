@@ -1,17 +1,17 @@
 """Files of ``torch.save``: reads the pickle as data; its tensors are views of the mapped file.
 
 Zip files (torch ``serialization.py``, ``_open_zipfile_writer``, ``_load``): one folder with ``data.pkl``, uncompressed
-``data/<key>``, and ``byteorder``. Legacy files (``_legacy_load``): five pickles, then each storage as its number of
-elements (8 bytes) and its bytes.
+``data/<key>``, and ``byteorder``. Older files (before torch 1.6), which begin with a pickled number, are refused.
 
-Not torch.load itself: it clips a storage beyond the end of a mapped file silently, maps neither legacy files nor the
-chunks within a .distcp file, and extracts tar files.
+Not torch.load itself: it clips a storage beyond the end of a mapped file silently, does not map the chunks within a
+.distcp file, and extracts tar files.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
 import zipfile
 import zlib
@@ -26,7 +26,7 @@ from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.checkpoint.unpickler import Storage, UnsafePickle, load_pickle
 from xhf_hooks.sources.mapped_files import COPY_HINT, MappedFile
 
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_OLD_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 _ZIP_MAGIC = b'PK\x03\x04'
 #: Besides ours, what zipfile raises for a damaged directory, a wrong compression, encryption, names that are no UTF-8.
 _DAMAGE = (UnsafePickle, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, TypeError, ValueError, EOFError)
@@ -47,7 +47,16 @@ def load_torch_file(path: Path) -> Any:
 def load_mapped(file: MappedFile) -> Any:
     """The object in a mapped file, or in a part of one."""
     with told_of(file.path):
-        return _load_zip(file) if file.data[:4] == _ZIP_MAGIC else _load_legacy(file)
+        if file.data[: len(_OLD_MAGIC)] == _OLD_MAGIC:
+            raise CheckpointError(
+                f'{file.path}: in the format of torch before 1.6, which is not supported; if you trust it, load it '
+                f'with torch.load(..., weights_only=False), and save it again with torch.save'
+            )
+        if file.data[:4] != _ZIP_MAGIC:
+            raise CheckpointError(
+                f'{file.path}: not a file of torch.save; give a .pth file or the folder of a checkpoint'
+            )
+        return _load_zip(file)
 
 
 def load_pickle_file(path: Path) -> Any:
@@ -57,21 +66,19 @@ def load_pickle_file(path: Path) -> Any:
         CheckpointError: The file is missing, empty or damaged.
     """
     with told_of(path):
-        return load_pickle(_reader(MappedFile.open(path)), _storage_id)
+        return load_pickle(io.BytesIO(path.read_bytes()), _storage_id)
 
 
-def zip_root(path: Path) -> str | None:
-    """The top folder of a zip file of ``torch.save``; None for a legacy file.
+def zip_root(path: Path) -> str:
+    """The top folder of a file of ``torch.save``.
 
     ``torch.save(obj, path)`` names it after the file, without the last suffix (torch ``serialization.py``,
     ``_open_zipfile_writer_file``; C++ ``PyTorchStreamWriter``), which reveals renamed files. It is ``'archive'`` if
     torch was given an open file or a path that is not ASCII.
     """
     with told_of(path), path.open('rb') as file:
-        head = file.read(_LOCAL.size)
-        if head[:4] != _ZIP_MAGIC:
-            return None
-        return file.read(_LOCAL.unpack(head)[0]).partition(b'/')[0].decode(errors='replace')
+        name_length, _ = _LOCAL.unpack(file.read(_LOCAL.size))
+        return file.read(name_length).partition(b'/')[0].decode(errors='replace')
 
 
 @contextmanager
@@ -87,7 +94,7 @@ def told_of(path: Path) -> Iterator[None]:
 
 
 def _load_zip(file: MappedFile) -> Any:
-    with zipfile.ZipFile(_reader(file)) as archive:
+    with zipfile.ZipFile(io.BufferedReader(_Bytes(file.data))) as archive:
         parts = {part.filename.partition('/')[2]: part for part in archive.infolist()}
         if 'data.pkl' not in parts or 'constants.pkl' in parts:
             raise CheckpointError(
@@ -112,55 +119,12 @@ def _load_zip(file: MappedFile) -> Any:
     return load_pickle(io.BytesIO(pickled), storage_of)
 
 
-def _load_legacy(file: MappedFile) -> Any:
-    """A file of ``torch.save(..., _use_new_zipfile_serialization=False)``.
-
-    The list of storages follows the object, so the object is read twice: for their sizes, then with their places.
-    """
-    reader = _reader(file)
-    sizes: dict[str, int] = {}
-    places: dict[str, int] = {}
-
-    def storage_of(pid: Any) -> Any:
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == 'module':
-            return pid[1]
-        dtype, key, numel = _storage_id(pid)
-        sizes[key] = numel * dtype.itemsize
-        return Storage(file.storage(places.get(key, 0), sizes[key]), dtype)
-
-    try:
-        magic = load_pickle(reader, storage_of)
-    except UnsafePickle:
-        magic = None
-    if magic != _LEGACY_MAGIC:
-        raise CheckpointError(f'{file.path}: not a file of torch.save; give a .pth file or the folder of a checkpoint')
-    load_pickle(reader, storage_of)  # the format's version, always 1001
-    system = load_pickle(reader, storage_of)
-    if isinstance(system, dict) and system.get('little_endian') is False:
-        raise CheckpointError(f'{file.path}: was written on a big-endian machine; save it on another')
-    begin = reader.tell()
-    load_pickle(reader, storage_of)
-    position = 0
-    for key in load_pickle(reader, storage_of):
-        position = (position or reader.tell()) + 8
-        places[key] = position
-        position += sizes.get(key, 0)
-    if places.keys() != sizes.keys() or position > len(file.data):
-        raise CheckpointError(f'{file.path}: truncated, or its list of storages is not of its tensors; {COPY_HINT}')
-    reader.seek(begin)
-    return load_pickle(reader, storage_of)
-
-
 def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
     """Dtype, key and number of elements of a storage's persistent id."""
     match pid:
         case ('storage', torch.dtype() as dtype, str() as key, _, int() as numel, *_) if numel >= 0:
             return dtype, key, numel
     raise UnsafePickle('a persistent id is not that of a storage with a dtype, a key and a size')
-
-
-def _reader(file: MappedFile) -> io.BufferedReader:
-    return io.BufferedReader(_Bytes(file.data))
 
 
 class _Bytes(io.RawIOBase):

@@ -128,7 +128,7 @@ class DataUnpickler(pickle.Unpickler):
     """See :func:`load_pickle`."""
 
     def __init__(self, file: BinaryIO, persistent: Callable[[Any], Any]) -> None:
-        super().__init__(file, encoding='latin1')  # for str of Python 2
+        super().__init__(file)
         self._persistent = persistent
         self._names = dict(_CONSTRUCTORS)
 
