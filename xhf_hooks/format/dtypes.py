@@ -9,9 +9,9 @@ from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
 
 #: Safetensors dtype to torch dtype, as far as this version of torch has it.
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    code: getattr(torch, name) for code, (_, name) in DTYPES.items() if name is not None and hasattr(torch, name)
+    code: getattr(torch, name) for code, (_, name) in DTYPES.items() if hasattr(torch, name)
 }
-CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items() if name is not None}
+CODES_BY_NAME = {name: code for code, (_, name) in DTYPES.items()}
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
