@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')
     say(
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
-        f'({size_text(conversion.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
+        f'({size_text(conversion.outputs.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
     if args.verify:
         say('verified: all weights were read back and are unchanged')

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
@@ -32,7 +35,7 @@ from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, SavePlan, Step, WrittenSave
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -70,8 +73,7 @@ class Conversion:
     """The conversion of one checkpoint. Runs on: one process.
 
     Attributes:
-        tensors: What the plan is made of, by name.
-        plan: The plan that :meth:`run` writes.
+        outputs: What :meth:`run` writes.
         warnings: Notes for the user before anything is written.
 
     Raises:
@@ -80,70 +82,63 @@ class Conversion:
 
     def __init__(self, checkpoint: CheckpointSource, options: ConvertOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
-        self._found = checkpoint.found
-        self._specs = checkpoint.specs()
-        beside = adapter_beside(self._found.path)
-        held = {name for spec in self._specs for name in (spec.name, *spec.aliases)}
-        self._config = find_run_config(options.config, self._checkpoint.config_text, self._found.path)
+        path = checkpoint.found.path
+        held, beside = _by_name(checkpoint.tensors.values()), adapter_beside(path)
+        self._config = find_run_config(options.config, checkpoint.config_text, path)
         self._meta_model = build_meta_model(
             self._config,
-            self._found.path,
-            {
-                **{name: tensor.shape for name, tensor in beside.items()},
-                **{name: spec.shape for spec in self._specs for name in (spec.name, *spec.aliases)},
-            },
+            path,
+            {name: tensor.shape for name, tensor in {**beside, **held}.items()},
             base=options.base,
             trust_remote_code=options.trust_remote_code,
         )
-        frozen = frozen_only(self._meta_model.module, beside, held)
-        tensors = [*self._checkpoint.tensors.values(), *frozen]
-        dtype, self._knows_dtype = self._dtype_of_frozen(tensors)
-        self.tensors, notes = match_checkpoint(self._meta_model, tensors, dtype)
-        held.update(tensor.name for tensor in frozen)
-        self._of_base = {
-            name: tensor.name
-            for tensor in self.tensors.values()
-            if held.isdisjoint(names := (tensor.name, *tensor.aliases))
-            for name in names
-        }
-        self._forget_quantizers()
+        module = self._meta_model.module
+        frozen = frozen_only(module, beside, held.keys())
+        held |= _by_name(frozen)
+        dtype = self._dtype_of_frozen(held)
+        tensors, notes = match_checkpoint(self._meta_model, [*checkpoint.tensors.values(), *frozen], dtype)
+        _forget_quantizers(module, held)
         self._exporter = exporter_for(
-            self._meta_model.module,
+            module,
             options.module,
             lora=options.lora,
             llava_format=options.llava_format,
-            reward_token_id=self._reward_token_id(),
+            reward_token_id=_reward_token_id(module, self._config),
         )
-        self._weights, weights_notes = _which_weights(self._checkpoint, self._config, options.ema)
-        self.plan = self._make_plan()
-        self._widened = sum(spec.master_lost for spec in self.plan.reads) if options.dtype == 'F32' else 0
-        self.warnings = [*self._checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
-        self.warnings += self._judge_frozen()
-        self.warnings += self._exporter.rehearse(self.plan.placements)
+        self._weights, weights_notes = _which_weights(checkpoint, self._config, options.ema)
+        self.outputs = self._plan(tensors)
+        plan = self.outputs.plan
+        self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
+        of_base = _by_name(one for one in tensors.values() if held.keys().isdisjoint((one.name, *one.aliases)))
+        self.warnings = [*checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
+        self.warnings += self._exporter.rehearse(plan.placements)
         if self._exporter.left_out:
             left_out = self._exporter.left_out
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
-    def _dtype_of_frozen(self, tensors: Sequence[StoredTensor]) -> tuple[str | None, bool]:
-        """The dtype that training gave to weights of the base, and whether it is known."""
-        if self._checkpoint.trained_dtype is not None:
-            return self._checkpoint.trained_dtype, True
-        stored = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    def _dtype_of_frozen(self, held: Mapping[str, StoredTensor]) -> str | None:
+        """The dtype that training gave to weights of the base; None if that is not known."""
         module = self._meta_model.module
-        frozen = [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in stored]
-        found = dtype_of_frozen(self._config, stored, frozen) if adapters_in(module) else None
-        return found, found is not None
+        if self._checkpoint.trained_dtype is not None or not adapters_in(module):
+            return self._checkpoint.trained_dtype
+        frozen = [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in held]
+        return dtype_of_frozen(self._config, held, frozen)
 
-    def _judge_frozen(self) -> list[str]:
+    def _judge_frozen(self, of_base: Mapping[str, StoredTensor], *, is_dtype_known: bool) -> list[str]:
         """Notes on weights of the base that training had otherwise.
+
+        Args:
+            of_base: The tensors that the checkpoint lacks, by each of their names.
 
         Raises:
             OptionError: They are to be merged, and are not those of training.
         """
-        adapters = adapters_in(self._meta_model.module)
+        module = self._meta_model.module
         bases = ' and '.join(base.folder for base in self._meta_model.bases)
-        read = self._of_base.keys() & {name for spec in self.plan.reads for name in (spec.name, *spec.aliases)}
-        edited = {name: init for name, init in edited_by_adapters(self._meta_model.module) if name in self._of_base}
+        reads = self.outputs.plan.reads
+        read = of_base.keys() & {name for spec in reads for name in (spec.name, *spec.aliases)}
+        edited = {name: init for name, init in edited_by_adapters(module) if name in of_base}
         init = next(iter(edited.values()), None)
         if read & edited.keys():
             raise OptionError(
@@ -158,34 +153,21 @@ class Conversion:
                 f'init_lora_weights={init!r} changed the weights of {bases} before training, and does so again when '
                 f'peft loads the adapter: it needs this base, unchanged'
             )
-        if adapters and read and not self._knows_dtype and self._options.dtype is None:
-            dtypes = sorted({self.tensors[self._of_base[name]].dtype for name in read})
+        if adapters_in(module) and read and not is_dtype_known and self._options.dtype is None:
+            dtypes = sorted({of_base[name].dtype for name in read})
             notes.append(
                 f'nothing tells in which dtype training had the frozen weights: they are merged as they are in {bases} '
                 f'({", ".join(dtypes)}); --dtype gives another'
             )
         return notes
 
-    def _forget_quantizers(self) -> None:
-        """A base's config may name a quantizer that training did without: then the checkpoint has all its weights."""
-        specs = [spec for spec in self._specs if is_float(spec.dtype)]
-        held = {name for spec in specs for name in (spec.name, *spec.aliases)}
-        for path, part in self._meta_model.module.named_modules():
-            if hasattr(getattr(part, 'config', None), 'quantization_config'):
-                names = (f'{path}.{name}'.removeprefix('.') for name, _ in part.named_parameters())
-                if held.issuperset(names):
-                    del part.config.quantization_config
-
-    def _reward_token_id(self) -> int | None:
-        found = None if self._config is None else self._config.fields.get('reward_token_id')
-        return found if type(found) is int and has_head(self._meta_model.module) else None
-
-    def _make_plan(self) -> SavePlan:
-        specs = [tensor.spec for tensor in self.tensors.values()]
+    def _plan(self, tensors: Mapping[str, StoredTensor]) -> PlannedOutputs:
+        specs = [tensor.spec for tensor in tensors.values()]
         entries = self._exporter.entries(specs, self._options.dtype)
-        if self.use_fp32_master:
+        use_fp32_master = self._options.dtype is not None
+        if use_fp32_master:
             specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
-        return make_plan(
+        plan = make_plan(
             entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
@@ -193,32 +175,23 @@ class Conversion:
             n_parameters=self._exporter.n_parameters,
             in_place=True,
         )
+        return PlannedOutputs(plan, tensors, use_fp32_master=use_fp32_master)
 
     @property
-    def use_fp32_master(self) -> bool:
-        """Whether to read fp32 master weights where there are any."""
-        return self._options.dtype is not None
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes that :meth:`run` reads from the checkpoint."""
-        return sum(self.tensors[spec.name].read_nbytes(self.use_fp32_master) for spec in self.plan.reads)
-
-    @property
-    def step(self) -> Step:
+    def _step(self) -> Step:
         """The step of the checkpoint; iteration 0 if unknown."""
         iteration, epoch = self._checkpoint.iteration or 0, self._checkpoint.epoch
-        if epoch is not None and self._found.path.name.startswith('epoch_'):
+        if epoch is not None and self._checkpoint.found.path.name.startswith('epoch_'):
             return Step('epoch', epoch, iteration)
         return Step('iter', iteration, iteration)
 
     def description(self) -> list[str]:
         """The model and what will be written, as text."""
-        plan = self.plan
+        plan = self.outputs.plan
         return [
             f'model {self._meta_model.described_by}; {type(self._exporter).__name__}',
             f'to write: {len(plan.placements)} tensors, {size_text(plan.nbytes)} in '
-            f'{some([file.name for file in plan.files])}; to read: {size_text(self.read_nbytes)}',
+            f'{some([file.name for file in plan.files])}; to read: {size_text(self.outputs.read_nbytes)}',
             *self._notes_on_float32(),
         ]
 
@@ -226,7 +199,7 @@ class Conversion:
         if not self._widened:
             return []
         return [
-            f'float32: {self._widened} of {len(self.plan.reads)} tensors have no fp32 master weights in this '
+            f'float32: {self._widened} of {len(self.outputs.plan.reads)} tensors have no fp32 master weights in this '
             f'checkpoint; their 16-bit weights are widened'
         ]
 
@@ -240,47 +213,58 @@ class Conversion:
         Raises:
             XhfError, OSError: It failed; ``out`` is unchanged.
         """
+        options, plan = self._options, self.outputs.plan
         tokenizer, eos_token_ids, notes = tokenizer_of_run(
             self._config,
             self._exporter,
-            self._found.path,
-            self._options.base,
-            trust_remote_code=self._options.trust_remote_code,
+            self._checkpoint.found.path,
+            options.base,
+            trust_remote_code=options.trust_remote_code,
         )
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
-        target.claim([*base_dirs_of(self._meta_model.module), *filter(None, [self._options.base])])
+        target.claim([*base_dirs_of(self._meta_model.module), *filter(None, [options.base])])
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()
-            target.require_room(self.plan.nbytes)
+            target.require_room(plan.nbytes)
             with naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
-            tally = write_weights(
-                staging,
-                self.plan,
-                self.tensors,
-                use_fp32_master=self.use_fp32_master,
-                workers=self._options.workers,
-                meter=meter,
-                on_progress=on_progress,
-            )
+            tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
-            save = WrittenSave(self.plan, tensors, self.step, self._facts())
             with naming(target.path):
-                target.commit(save, 'full' if self._options.verify else 'sizes')
+                save = WrittenSave(plan, tensors, self._step, self._facts())
+                target.commit(save, 'full' if options.verify else 'sizes')
         finally:  # including signals
             target.abort()
             target.release()
         seconds = time.perf_counter() - started
-        cost = SaveCost(self.plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
+        cost = SaveCost(plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
-        return CommittedCheckpoint(target.path, self.step, cost, tuple(notes))
+        return CommittedCheckpoint(target.path, self._step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""
-        facts = {'dtype': self._options.dtype or 'as trained'}
-        facts |= {**self._checkpoint.facts, 'weights': self._weights}
+        facts = {'dtype': self._options.dtype or 'as trained', **self._checkpoint.facts, 'weights': self._weights}
         return {**facts, 'widened_tensors': self._widened} if self._widened else facts
+
+
+def _by_name(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    return {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+
+
+def _forget_quantizers(module: nn.Module, held: Mapping[str, StoredTensor]) -> None:
+    """A base's config may name a quantizer that training did without: then the checkpoint has all its weights."""
+    floats = {name for name, tensor in held.items() if is_float(tensor.dtype)}
+    for path, part in module.named_modules():
+        if hasattr(getattr(part, 'config', None), 'quantization_config'):
+            names = (f'{path}.{name}'.removeprefix('.') for name, _ in part.named_parameters())
+            if floats.issuperset(names):
+                del part.config.quantization_config
+
+
+def _reward_token_id(module: nn.Module, config: RunConfig | None) -> int | None:
+    found = None if config is None else config.fields.get('reward_token_id')
+    return found if type(found) is int and has_head(module) else None
 
 
 def describe_checkpoint(source: CheckpointSource) -> list[str]:

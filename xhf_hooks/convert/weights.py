@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
+from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.planning.types import Group, Placement, SavePlan
+from xhf_hooks.planning.types import Group, Placement
 from xhf_hooks.sources.host_memory import MemoryMeter
-from xhf_hooks.sources.read import made_from
-from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.writers.output_file import OutputFile, create_file
@@ -28,10 +27,8 @@ PART_NBYTES = 4 * 2**20
 
 def write_weights(
     staging: Path,
-    plan: SavePlan,
-    tensors: Mapping[str, StoredTensor],
+    outputs: PlannedOutputs,
     *,
-    use_fp32_master: bool,
     workers: int,
     meter: MemoryMeter,
     on_progress: Callable[[int, int], None],
@@ -45,6 +42,7 @@ def write_weights(
     Raises:
         XhfError, OSError: Reading or writing failed.
     """
+    plan = outputs.plan
     total = sum(placement.nbytes for placement in plan.placements)
     with ExitStack() as opened:
         files: dict[str, OutputFile] = {}
@@ -52,7 +50,7 @@ def write_weights(
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-        work = _Work(tensors, plan, files, use_fp32_master=use_fp32_master, meter=meter)
+        work = _Work(outputs, files, meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for _ in threads.run(work.jobs()):
                 meter.sample()
@@ -70,42 +68,32 @@ class _Work:
         done: Bytes written.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        plan: SavePlan,
-        files: Mapping[str, OutputFile],
-        *,
-        use_fp32_master: bool,
-        meter: MemoryMeter,
-    ) -> None:
-        self._tensors, self._plan, self._files = tensors, plan, files
-        self._use_fp32_master, self._meter = use_fp32_master, meter
-        self.tally, self.done = Tally(plan), 0
+    def __init__(self, outputs: PlannedOutputs, files: Mapping[str, OutputFile], meter: MemoryMeter) -> None:
+        self._outputs, self._files, self._meter = outputs, files, meter
+        self.tally, self.done = Tally(outputs.plan), 0
         self._own = threading.local()
         self._counting = threading.Lock()
         self._gathering = threading.Lock()  # whole tensors, of one group at a time
 
     def jobs(self) -> Iterator[Callable[[], None]]:
         """All jobs, the longest first."""
-        yield from (partial(self._write_group, group) for group in self._plan.gathered)
-        for group in self._plan.sliced:
+        plan = self._outputs.plan
+        yield from (partial(self._write_group, group) for group in plan.gathered)
+        for group in plan.sliced:
             for place in group.placements:
                 for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
-                    yield partial(self._write_part, place, group.reads[0].name, start, end)
+                    yield partial(self._write_part, group, place, start, end)
 
-    def _write_part(self, place: Placement, read: str, start: int, end: int) -> None:
+    def _write_part(self, group: Group, place: Placement, start: int, end: int) -> None:
         if not hasattr(self._own, 'buffer'):
             self._own.buffer = torch.empty(PART_NBYTES, dtype=torch.uint8)
         out = self._own.buffer[: end - start].view(TORCH_DTYPES[place.dtype])
-        first = place.run.start + start // out.itemsize
-        self._tensors[read].read_into(first, out, use_fp32_master=self._use_fp32_master)
+        self._outputs.read_into(group, place, start // out.itemsize, out)
         self._write(place, start, host_bytes(out))
 
     def _write_group(self, group: Group) -> None:
-        with self._gathering, torch.no_grad():
-            tensors = {spec.name: self._tensors[spec.name].whole(self._use_fp32_master) for spec in group.reads}
-            for found in made_from(group, tensors, 0):
+        with self._gathering:
+            for found in self._outputs.make(group):
                 self._meter.sample()  # the peak: what was read, what was made from it, and the cast result
                 self._write(found.placement, 0, found.chunk().data)
 

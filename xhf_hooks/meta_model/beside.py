@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def adapter_beside(checkpoint: Path) -> dict[str, StoredTensor]:
     return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / _ADAPTER_WEIGHTS)}
 
 
-def frozen_only(module: nn.Module, beside: Mapping[str, StoredTensor], stored: set[str]) -> list[StoredTensor]:
+def frozen_only(module: nn.Module, beside: Mapping[str, StoredTensor], stored: Collection[str]) -> list[StoredTensor]:
     """Those of the tensors that the checkpoint lacks, such as resized embeddings.
 
     Frozen ones alone: of every step they are the same, and peft writes them under their own names.

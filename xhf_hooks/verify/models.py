@@ -18,7 +18,6 @@ from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
-from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 
@@ -95,47 +94,32 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     notes = [*conversion.warnings]
     if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
-    made = _Made(conversion)
-    tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in made.places.items()}
-    kind = 'fp32 master weights' if conversion.use_fp32_master else 'as trained'
-    label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
-    return Model(label, tensors, made.read, notes, is_made=True)
+    outputs = conversion.outputs
+    groups = [*outputs.plan.sliced, *outputs.plan.gathered]
+    places: dict[str, tuple[int, Placement]] = {}
+    for number, group in enumerate(groups):
+        for place in group.placements:
+            inside = place.file.rpartition('/')[0]
+            places[f'{inside}/{place.hf_name}' if inside else place.hf_name] = number, place
+    making = threading.Lock()
 
+    @lru_cache(maxsize=2)  # while one is compared, threads begin with the next
+    def made(number: int) -> dict[str, torch.Tensor]:
+        return {found.placement.hf_name: found.elements.reshape(-1) for found in outputs.make(groups[number])}
 
-class _Made:
-    """Reads the tensors that a conversion would write.
-
-    Attributes:
-        places: The tensors, each with the number of its group.
-    """
-
-    def __init__(self, conversion: Conversion) -> None:
-        self._tensors, self._use_fp32_master = conversion.tensors, conversion.use_fp32_master
-        self._groups = [*conversion.plan.sliced, *conversion.plan.gathered]
-        self.places: dict[str, tuple[int, Placement]] = {}
-        for number, group in enumerate(self._groups):
-            for place in group.placements:
-                folder = place.file.rpartition('/')[0]
-                self.places[f'{folder}/{place.hf_name}' if folder else place.hf_name] = number, place
-        self._lock = threading.Lock()
-        self._whole = lru_cache(maxsize=2)(self._make)  # while one is compared, threads begin with the next
-
-    def read(self, name: str, first: int, count: int) -> torch.Tensor:
-        """See :class:`Model`."""
-        number, place = self.places[name]
-        if not self._groups[number].is_contiguous:
-            with self._lock:
-                return self._whole(number)[place.hf_name][first : first + count]
+    def read(name: str, first: int, count: int) -> torch.Tensor:
+        number, place = places[name]
+        if not groups[number].is_contiguous:
+            with making:
+                return made(number)[place.hf_name][first : first + count]
         out = torch.empty(count, dtype=TORCH_DTYPES[place.dtype])
-        stored = self._tensors[self._groups[number].reads[0].name]
-        stored.read_into(place.run.start + first, out, use_fp32_master=self._use_fp32_master)
+        outputs.read_into(groups[number], place, first, out)
         return out
 
-    def _make(self, number: int) -> dict[str, torch.Tensor]:
-        group = self._groups[number]
-        with torch.no_grad():
-            tensors = {spec.name: self._tensors[spec.name].whole(self._use_fp32_master) for spec in group.reads}
-            return {made.placement.hf_name: made.elements.reshape(-1) for made in made_from(group, tensors, 0)}
+    tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in places.items()}
+    kind = 'fp32 master weights' if outputs.use_fp32_master else 'as trained'
+    label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
+    return Model(label, tensors, read, notes, is_made=True)
 
 
 def _is_live(folder: Path) -> bool:
