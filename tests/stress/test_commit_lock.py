@@ -13,7 +13,8 @@ from tests.helpers.ranks.launch import HANG_SECS, start_process
 from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets, sweep_dead_runs
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.claim import claim_targets, sweep_dead_runs
 
 
 def hold(final, connection) -> None:
@@ -110,6 +111,7 @@ def test_sweep_leaves_live_runs_alone(tmp_path, holder):
     dead.path.parent.mkdir()
     put_whole(dead, '.hf_model.previous-0000000000aa', 3)
     put_partial(dead, '.hf_model.staging-0000000000bb')
-    assert sweep_dead_runs(tmp_path, 'hf_model') == [tmp_path / 'dead']
+    sweep_dead_runs(log := mock.Mock(), tmp_path, 'hf_model')
+    log.info.assert_called_once_with(f'removed what a killed run left in {tmp_path / "dead"}')
     assert staged.is_dir() and visible(tmp_path / 'dead') == {'hf_model': 3}
     assert [path.name for path in dead.path.parent.iterdir()] == ['hf_model']

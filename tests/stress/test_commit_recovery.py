@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_folder import new_name
+from xhf_hooks.places.file_system import new_name
 
 NOBODY = 65_534
 ITER_4 = {'hf_model_iter_4': 4}
@@ -47,7 +47,7 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     for kind in partial:
         put_partial(folder, new_name(folder.path, kind).name)
     mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
-    for name in ('.hf_model.shared-0000000000ee', '.hf_model.probe-0000000000ff', *mine):
+    for name in ('.hf_model.shared-0000000000ee', *mine):
         (tmp_path / name).write_text('')
     folder.claim()
     assert (visible(tmp_path), hidden(tmp_path)) == (expected, mine)

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_folder import KeptSave
+from xhf_hooks.places.kept_save import KeptSave
 from xhf_hooks.planning.types import Step
 from xhf_hooks.system.threads import lower_priority
 

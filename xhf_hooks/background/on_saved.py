@@ -25,7 +25,7 @@ from xhf_hooks.background.each_save import EachSave, Job
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_folder import unused
+from xhf_hooks.places.file_system import unused
 from xhf_hooks.planning.types import Step
 
 LOG_NAME = 'output.log'

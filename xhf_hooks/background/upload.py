@@ -16,9 +16,8 @@ from xhf_hooks.errors import SharedError, XhfError
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_folder import new_name
+from xhf_hooks.places.claim import all_ranks_see
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
-from xhf_hooks.places.who_writes import all_ranks_see
 from xhf_hooks.planning.types import Step
 
 #: Seconds between looks at the store for what other ranks do.
@@ -217,5 +216,5 @@ def uploads_of_run(
         final.name: StoredSaves(url, final.name, max_keep if final == finals[0] else 1, backend_args, log.warning)
         for final in finals
     }
-    n_ranks = collective.world_size if all_ranks_see(new_name(finals[0], 'shared'), collective) else 1
+    n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

@@ -128,7 +128,9 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
                 saves.log.warning('save_best: this validation has no results to compare')
                 return []
             improved = best.improved(metrics, runner.message_hub)
-            return [(metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()]
+            return [
+                (metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()
+            ]
 
         if saves.must_tell_after:
             saves.collect()  # whether the last best save succeeded decides what the best score is

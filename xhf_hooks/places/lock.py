@@ -1,4 +1,4 @@
-"""A lock on the output folder: one run at a time."""
+"""A lock on the output folder: one run at a time. Runs on: rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from xhf_hooks.places.kept_folder import look_up
+from xhf_hooks.places.file_system import look_up
 
 #: errnos of flock(2) on file systems without locks: Lustre mounted without ``flock``, some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -20,7 +20,7 @@ _SIGN_NBYTES = 4096
 
 
 class RunLock:
-    """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives. Runs on: rank 0.
+    """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives.
 
     The kernel releases it when the process ends. The file says who holds it.
 
@@ -31,10 +31,10 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder.with_name(f'.{folder.name}.lock')
-        self._fd: int | None = None
-        self._pid = 0
         self.is_seen = True
         self.holder = ''
+        self._fd: int | None = None
+        self._pid = 0
 
     def acquire(self, patience_secs: float = 0.0) -> bool:
         """Take the lock; False if another run holds it and does not end within ``patience_secs``."""
@@ -57,33 +57,41 @@ class RunLock:
         os.close(fd)
 
     def _try(self) -> bool:
-        while True:
-            fd = _open_current(self.path)
-            if fd is None:
-                return False
-            try:
-                self.is_seen = _lock(fd) and not _locks_are_local(self.path)
-                found = look_up(self.path)
-                if found is None or found.st_ino != os.fstat(fd).st_ino:
-                    continue  # the holder has removed the file between open and lock
-                self.holder = _sign_in(fd)
+        fd = _open_current(self.path)
+        if fd is None:
+            return False
+        is_held = False
+        try:
+            is_free = self._lock(fd)
+            self.holder = os.pread(fd, _SIGN_NBYTES, 0).decode(errors='replace').strip()
+            if is_free:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f'process {os.getpid()} on {socket.gethostname()}'.encode(), 0)
                 os.fsync(fd)
-                self._fd, self._pid, fd = fd, os.getpid(), -1
-                return True
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                self.holder = _sign_in(fd)
+                self._fd, self._pid = fd, os.getpid()
+                is_held = True
+        finally:
+            if not is_held:
+                os.close(fd)
+        return is_held
+
+    def _lock(self, fd: int) -> bool:
+        """Returns False if another process holds it, or has removed the file meanwhile."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_seen = not _locks_are_local(fd)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
-            finally:
-                if fd >= 0:
-                    os.close(fd)
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.is_seen = False
+        found = look_up(self.path)
+        return found is not None and found.st_ino == os.fstat(fd).st_ino
 
 
 def _open_current(path: Path) -> int | None:
-    """Open or create the lock file; tries O_EXCL first, which bypasses stale caches (:func:`.kept_folder.look_up`).
+    """Open or create the lock file; tries O_EXCL first, which bypasses stale caches (:func:`.look_up`).
 
     Returns:
         None if another host created it and this one does not see it yet.
@@ -94,28 +102,9 @@ def _open_current(path: Path) -> int | None:
     return None
 
 
-def _lock(fd: int) -> bool:
-    """Returns False where there are no locks.
-
-    Raises:
-        OSError: Another process holds it, or the call failed.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
-
-
-def _sign_in(fd: int) -> str:
-    return os.pread(fd, _SIGN_NBYTES, 0).decode(errors='replace').strip()
-
-
-def _locks_are_local(path: Path) -> bool:
+def _locks_are_local(fd: int) -> bool:
     """Whether mount options make locks local to this host (proc(5), mountinfo)."""
-    number = os.stat(path).st_dev
+    number = os.fstat(fd).st_dev
     device = f'{os.major(number)}:{os.minor(number)}'
     with contextlib.suppress(OSError):
         for line in Path('/proc/self/mountinfo').read_text().splitlines():

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest, read_commit, read_manifest
-from xhf_hooks.places.kept_folder import fsync, look_up, new_name, unused
+from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.planning.types import Step
 
 
@@ -72,7 +70,12 @@ class OtherFolders:
         if self.is_base(folder):
             raise TargetError(f'{folder} is the base model that this run starts from, so it stays')
 
-    def archives(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
+    def find(self, *kinds: str) -> list[Path]:
+        """Temporary files and folders of these kinds, as :func:`.new_name` names them."""
+        pattern = re.compile(rf'\.{re.escape(self._newest.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
+        return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
+
+    def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
         """Older saves of these steps, from the last commit to the first; what is not ours is left out.
 
         Not by iteration: a resumed run commits some iterations again.
@@ -80,7 +83,7 @@ class OtherFolders:
         name = re.escape(self._newest.name)
         found = {}
         for path in self._newest.parent.iterdir():
-            if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and _is_folder(path):
+            if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
                 with self.going_on(f'{path} cannot be read, so it stays'):
                     saved = read_commit(path)
                     if saved and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
@@ -88,7 +91,7 @@ class OtherFolders:
         by_commit = sorted(found.items(), key=lambda one: (one[1].number, one[1].step.iteration), reverse=True)
         return dict(by_commit)
 
-    def archive(self, folder: Path, saved: Manifest) -> None:
+    def add_older(self, folder: Path, saved: Manifest) -> None:
         """Give a complete save the name of an older one. Whatever has that name keeps it."""
         wanted = self._newest.with_name(f'{self._newest.name}_{saved.step.label}')
         path = unused(wanted)
@@ -97,23 +100,26 @@ class OtherFolders:
         if path != wanted:
             self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
 
-    def tidy(self, displaced: Path, newest: Step, max_keep: int) -> None:
-        """After a commit, archive or delete the folder that had the final name before."""
-        saved = read_commit(displaced)
-        if saved is None:  # it was empty when it was looked at
-            self._delete_ours(displaced, {}, str(self._newest), 'others')
-        elif max_keep == 1 or saved.step == newest:
-            self.discard(displaced)
-        else:
-            for path, older in self.archives(saved.step.label).items():
-                if older.step == saved.step:  # saved again by a run that went back
-                    self.discard(path)
-            self.archive(displaced, saved)
+    def retain(self, replaced: Path | None, newest: Step, max_keep: int) -> None:
+        """After a commit, and at no other time: delete the saves that are too many.
 
-    def delete_outdated(self, max_keep: int) -> None:
-        """After a commit, and at no other time: delete the saves that are too many."""
+        Args:
+            replaced: The folder that had the name of the newest save, if any; it becomes an older one.
+            newest: The step that was just committed.
+        """
+        if replaced is not None:
+            saved = read_commit(replaced)
+            if saved is None:  # it was empty when it was looked at
+                self._delete(replaced, None)
+            elif max_keep == 1 or saved.step == newest:
+                self.discard(replaced)
+            else:
+                for path, older in self.older(saved.step.label).items():
+                    if older.step == saved.step:  # saved again by a run that went back
+                        self.discard(path)
+                self.add_older(replaced, saved)
         if max_keep != -1:
-            for path in [*self.archives()][max_keep - 1 :]:
+            for path in [*self.older()][max_keep - 1 :]:
                 self.discard(path)
 
     def discard(self, folder: Path) -> None:
@@ -135,63 +141,33 @@ class OtherFolders:
             OSError, DamagedError, TargetError: It cannot be deleted, or must not be.
         """
         self.require_no_base(path)
-        if not _is_folder(path):
+        if not is_folder(path):
             path.unlink(missing_ok=True)
-            return
-        saved = read_manifest(path)
-        if saved is None:  # incomplete, since the manifest is written last and deleted last
+        elif (saved := read_manifest(path)) is not None:
+            self._delete(path, saved)
+        else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
-        else:
-            label = saved.step.label
-            self._delete_ours(path, saved.files, f'the save of {label}', f'others_{label}')
 
-    def find(self, *kinds: str) -> list[Path]:
-        """Temporary files and folders of these kinds, as :func:`.new_name` names them."""
-        pattern = re.compile(rf'\.{re.escape(self._newest.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
-        return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
-
-    def _delete_ours(self, folder: Path, saved: dict[str, FileRecord], what: str, suffix: str) -> None:
-        """Delete the files of a save. If there are others, the folder stays with these, under another name.
-
-        Args:
-            what: The save, for the warning.
-            suffix: Of the other name.
-        """
-        files = [path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir()]
-        names = {path: path.relative_to(folder).as_posix() for path in files}
-        others = [
-            path for path in files if names[path] != MANIFEST_NAME and not _is_saved(path, saved.get(names[path]))
-        ]
+    def _delete(self, folder: Path, saved: Manifest | None) -> None:
+        """Delete the files of a save. If there are others, the folder stays with these, under another name."""
+        files = files_in(folder)
+        files.pop(MANIFEST_NAME, None)
+        saved_files = {} if saved is None else saved.files
+        others = {name for name, path in files.items() if not _is_saved(path, saved_files.get(name))}
         if not others:
             remove_tree(folder)
             return
-        for path in {*files} - {*others, folder / MANIFEST_NAME}:
-            path.unlink()
-        for inner in sorted({inner for name in saved for inner in Path(name).parents}, reverse=True):
+        for name in files.keys() - others:
+            files[name].unlink()
+        for inner in sorted({inner for name in saved_files for inner in Path(name).parents}, reverse=True):
             with contextlib.suppress(OSError):  # others are in it
                 (folder / inner).rmdir()
-        place = unused(self._newest.with_name(f'{self._newest.name}_{suffix}'))
-        os.rename(folder, place)
-        (place / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
-        found = some(sorted(names[path] for path in others))
-        self._warn(f'{found} in {what} did not come from this package, or was changed; now in {place}')
-
-
-def remove_tree(folder: Path) -> None:
-    """Delete a folder, as much of it as possible.
-
-    Raises:
-        OSError: Something could not be deleted.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):
-        shutil.rmtree(folder)
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether it is a folder, and not a link to one, on the server."""
-    found = look_up(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+        apart = f'{self._newest.name}_others' if saved is None else f'{self._newest.name}_others_{saved.step.label}'
+        path = unused(self._newest.with_name(apart))
+        os.rename(folder, path)
+        (path / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
+        what = self._newest if saved is None else f'the save of {saved.step.label}'
+        self._warn(f'{some(sorted(others))} in {what} did not come from this package, or was changed; now in {path}')
 
 
 def _is_saved(path: Path, saved: FileRecord | None) -> bool:

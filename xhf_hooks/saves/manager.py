@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from xhf_hooks.background.begun import BegunWork, SaveInFlight
-from xhf_hooks.background.each_save import EachSave
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import Uploads, uploads_of_run
@@ -39,15 +38,14 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_folder import new_name
-from xhf_hooks.places.who_writes import choose_writer
+from xhf_hooks.places.claim import choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.system.versions import refuse_outdated
 from xhf_hooks.system.threads import ExitWait
+from xhf_hooks.system.versions import refuse_outdated
 
 _STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
@@ -131,7 +129,7 @@ class CheckpointManager:
                 options,
                 self.collective,
                 log,
-                writer=choose_writer(log, options.writer, new_name(self.newest.path, 'shared'), self.collective),
+                writer=choose_writer(log, options.writer, self.newest.path, self.collective),
                 in_background=options.async_save,
                 after_commit=self._begin_after,
                 tell=self._tell,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xhf_hooks.collective import Collective
@@ -11,7 +11,7 @@ from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import ExportEntry, SavePlan, Spread, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, SavePlan, TensorSpec
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources.base import Source

@@ -10,7 +10,8 @@ from xhf_hooks.background.upload import Uploads
 from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder, claim_targets
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.claim import claim_targets
 from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import table
@@ -87,7 +88,9 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
         log.info(note)
 
 
-def occasions_of(options: RunOptions | CallOptions, schedule: str | None, others: Mapping[str, CheckpointFolder]) -> list[str]:
+def occasions_of(
+    options: RunOptions | CallOptions, schedule: str | None, others: Mapping[str, CheckpointFolder]
+) -> list[str]:
     """Everything that triggers a save, for the log."""
     found = [] if schedule is None else [schedule]
     if options.save_last:

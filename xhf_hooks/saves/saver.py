@@ -18,9 +18,9 @@ from xhf_hooks.saves.save import Save
 from xhf_hooks.saves.telemetry import RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
+from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.send import Snapshot
 from xhf_hooks.system.calls import naming
-from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.system.threads import Background, BackgroundThread
 from xhf_hooks.writers.writer import Writer
 
@@ -128,9 +128,7 @@ class Saver:
         Snapshot(self.plan, self.source, self._memory, self.collective)
         return self._memory.nbytes
 
-    def save(
-        self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any] | None = None
-    ) -> CommittedCheckpoint:
+    def save(self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any] | None = None) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
@@ -144,7 +142,9 @@ class Saver:
             save = self._begin(target, step, facts or {})
         return save.write_and_commit()
 
-    def start(self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any] | None = None) -> Background[CommittedCheckpoint]:
+    def start(
+        self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any] | None = None
+    ) -> Background[CommittedCheckpoint]:
         """Copy what is to be saved, and write and commit it in the background, as :attr:`in_flight`.
 
         Training must pause only during this call. The :meth:`outcome` of the previous save must have been collected.

@@ -25,7 +25,7 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
-from xhf_hooks.places import kept_folder
+from xhf_hooks.places import kept_save
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog
 
@@ -228,7 +228,7 @@ def test_nothing_is_left_when_the_run_is_killed(tmp_path):
 
 
 def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_folder, 'clone', lambda source, to: False)
+    monkeypatch.setattr(kept_save, 'clone', lambda source, to: False)
     script = (
         'import os, sys; from pathlib import Path; path = Path(sys.argv[1]); '
         '(path / "xhf_manifest.json").open("a").write("an edit in place"); '
@@ -262,7 +262,7 @@ def test_a_command_that_changes_the_weights_of_the_save_is_named_with_the_file(
     run_of, tmp_path, caplog, monkeypatch, change, can_clone
 ):
     """It runs as root or owns the file, so that a mode does not stop it."""
-    monkeypatch.setattr(kept_folder, 'clone', lambda source, to: can_clone and bool(shutil.copy(source, to)))
+    monkeypatch.setattr(kept_save, 'clone', lambda source, to: can_clone and bool(shutil.copy(source, to)))
     script, damages = CHANGES[change]
     name = 'model-00002-of-00003.safetensors'
     start = f'import os, sys; path = os.path.join(sys.argv[1], "{name}"); os.chmod(path, 0o644); '

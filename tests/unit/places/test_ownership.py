@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,9 +16,10 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial,
 from tests.unit.places.test_commit import both_ways, claimed, hidden  # noqa: F401
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.places import checkpoint_folder, other_folders
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder, sweep_dead_runs
-from xhf_hooks.places.kept_folder import new_name
+from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.claim import sweep_dead_runs
+from xhf_hooks.places.file_system import new_name
 
 
 def own_folder(path: Path) -> None:
@@ -188,7 +190,7 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch)
             raise PermissionError(errno.EACCES, 'Permission denied', str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(other_folders.shutil, 'rmtree', refuse)
+        patch.setattr(shutil, 'rmtree', refuse)
         for first in (1, 4):
             folder = claimed(tmp_path / 'hf_model', 1, said := [])
             for number in range(first, first + 3):
@@ -201,7 +203,7 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch)
     assert hidden(tmp_path) == set()
 
 
-@pytest.mark.parametrize('call', ['iterdir', 'rename', 'fsync'])
+@pytest.mark.parametrize('call', ['iterdir', 'rename'])
 def test_recovery_that_fails_does_not_keep_a_run_from_starting(tmp_path, monkeypatch, call):
     folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
     left = put_whole(folder, new_name(folder.path, 'previous').name, 1)
@@ -210,14 +212,14 @@ def test_recovery_that_fails_does_not_keep_a_run_from_starting(tmp_path, monkeyp
         raise OSError(errno.EIO, 'Input/output error')
 
     with monkeypatch.context() as patch:
-        where = {'iterdir': Path, 'rename': os, 'fsync': checkpoint_folder}[call]
+        where = {'iterdir': Path, 'rename': os}[call]
         if call == 'iterdir':
-            monkeypatch.setattr(folder.others, 'archives', dict)
+            monkeypatch.setattr(folder.others, 'older', dict)
             monkeypatch.setattr(folder.others, 'guard', lambda bases: None)
             monkeypatch.setattr(folder, '_refuse_bases', lambda bases: None)
         patch.setattr(where, call, refuse)
         folder.claim()
-    assert said and content(left if call != 'fsync' else folder.path) == 1
+    assert said and content(left) == 1
     commit_one(folder, 2)
     assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == {'.hf_model.lock'}
 
@@ -396,5 +398,5 @@ def test_a_base_under_another_timestamp_is_not_replaced_by_what_a_killed_run_lef
         commit_one(left, number)
     os.rename(left.path, new_name(base.path, 'staging'))
     put_partial(base, new_name(base.path, 'staging').name)
-    assert sweep_dead_runs(tmp_path, 'hf_model', [base.path]) == [base.path.parent]
-    assert visible(base.path.parent) == {'hf_model': 1, 'hf_model_iter_2': 2}
+    sweep_dead_runs(mock.Mock(), tmp_path, 'hf_model', [base.path])
+    assert visible(base.path.parent) == {'hf_model': 1, 'hf_model_iter_2': 2} and hidden(base.path.parent) == set()

@@ -11,7 +11,7 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, visible
 from xhf_hooks.format import strict_json
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
-from xhf_hooks.places import kept_folder
+from xhf_hooks.places import kept_save
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
 
@@ -29,13 +29,13 @@ def kept_names(parent):
 @pytest.mark.parametrize('has_links', [True, False])
 def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_links):
     """With hard links, and as on file systems without them. What others added is not kept."""
-    monkeypatch.setattr(kept_folder, 'clone', lambda source, to: False)
+    monkeypatch.setattr(kept_save, 'clone', lambda source, to: False)
     if not has_links:
 
         def refuse(*args: object, **options: object) -> None:
             raise PermissionError('no links here')
 
-        monkeypatch.setattr(kept_folder.os, 'link', refuse)
+        monkeypatch.setattr(kept_save.os, 'link', refuse)
     commit_one(folder, 1)
     manifest = strict_json.read(folder.path / MANIFEST_NAME)
     (folder.path / 'adapter').mkdir()

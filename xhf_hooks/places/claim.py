@@ -1,0 +1,113 @@
+"""Before training: which ranks see the folder of a run, and that the run may use it."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import TargetError
+from xhf_hooks.places.checkpoint_folder import TEMPORARY, CheckpointFolder
+from xhf_hooks.places.file_system import new_name
+from xhf_hooks.places.who_writes import WhoWrites
+from xhf_hooks.writers.output_file import OutputFile, create_file
+
+
+def choose_writer(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> str:
+    """Resolve the option ``writer`` for the file system of the output folder. Runs on: all ranks.
+
+    Raises:
+        AgreedError: Rank 0 cannot write there.
+    """
+    wanted = 'positional' if option == 'auto' else option
+    if not WhoWrites(wanted).all_ranks or all_ranks_see(folder, collective):
+        return wanted
+    log.warning(
+        f'not all ranks see {folder.parent}, so rank 0 writes: the writer is stream, not {wanted}. '
+        f'To let every rank write, set out_dir to a folder on a shared file system'
+    )
+    return 'stream'
+
+
+def all_ranks_see(folder: Path, collective: Collective) -> bool:
+    """Rank 0 makes a file beside a folder, and all ranks open it. Runs on: all ranks.
+
+    The inode number must be equal on all ranks: writers identify files by it (writers/output_file.py). NFS, Lustre,
+    CephFS, MooseFS and others use the server's number on every host; some FUSE file systems make up their own.
+
+    Raises:
+        AgreedError: Rank 0 cannot write there.
+    """
+    made = None
+    probe = new_name(folder, 'shared')
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            try:
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                made = probe.name, create_file(probe, b'probe', 5)
+            except OSError as error:
+                raise TargetError(
+                    f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can'
+                ) from error
+    name, identity = collective.broadcast(made)
+    is_missed = False
+    try:
+        OutputFile(probe.with_name(name), identity).close()  # hosts may mount the folder at different paths
+    except (OSError, TargetError):
+        is_missed = True
+    is_missed = collective.any(is_missed)
+    with collective.stage('preflight'):
+        if collective.rank == 0:
+            with contextlib.suppress(OSError):  # the next run removes it
+                probe.unlink()
+    return not is_missed
+
+
+def claim_targets(
+    log: logging.LoggerAdapter,
+    targets: Sequence[CheckpointFolder],
+    nbytes: int,
+    bases: Sequence[str],
+    *,
+    sweep: Path | None = None,
+) -> None:
+    """Claim the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
+
+    Args:
+        targets: That of the newest save, then those of the best.
+        bases: Folders or hub names of the models that the run starts from.
+        sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
+
+    Raises:
+        TargetError: A folder cannot be used, or the disk is too small.
+    """
+    for target in targets:
+        target.claim(bases)
+        if sweep is not None and target.lock.is_seen:
+            with target.others.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
+                sweep_dead_runs(log, sweep, target.name, bases)
+    targets[0].require_room(nbytes)
+
+
+def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases: Iterable[str | Path] = ()) -> None:
+    """Recover or delete what killed runs left under the timestamps of a work_dir. Skips live runs, by their locks.
+
+    Args:
+        name: Of their saves, such as ``hf_model``.
+        bases: As for :func:`claim_targets`.
+    """
+    for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):
+        left = CheckpointFolder(run / name, max_keep=-1, warn=log.warning)
+        with left.others.going_on(f'{run}: what a killed run left there could not be cleaned up'):
+            left.others.guard(bases)
+            if run.is_symlink() or not left.lock.acquire():
+                continue
+            try:
+                left.recover()
+            finally:
+                left.release()
+            if not left.others.find(*TEMPORARY):
+                log.info(f'removed what a killed run left in {run}')

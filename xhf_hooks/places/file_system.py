@@ -1,0 +1,110 @@
+"""Names, renames, flushes and copies, as network file systems need them. Runs on: rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import stat
+import uuid
+from pathlib import Path
+
+from xhf_hooks.system.calls import renameat2
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h; renameat2(2)
+#: linux/fs.h, ioctl_ficlone(2); Python 3.12 and newer have it.
+_FICLONE = getattr(fcntl, 'FICLONE', 0x40049409)
+
+
+def new_name(folder: Path, kind: str) -> Path:
+    """A name beside a folder that was never used before. :mod:`.checkpoint_folder` lists the kinds."""
+    return folder.with_name(f'.{folder.name}.{kind}-{uuid.uuid4().hex[:12]}')
+
+
+def look_up(path: Path) -> os.stat_result | None:
+    """``lstat`` of a name on the server; None if it does not exist.
+
+    Creating a name makes the client ask the server and refresh its cache (Linux: LOOKUP_EXCL in fuse_dentry_revalidate,
+    fs/fuse/dir.c, and in nfs_do_lookup_revalidate, fs/nfs/dir.c). A hard link to a folder is created for that: every
+    system refuses it, but only after the refresh.
+
+    A name that the client has cached as absent may exist; then the server refuses the rename that follows.
+
+    Raises:
+        OSError: The parent folder cannot be read.
+    """
+    with contextlib.suppress(OSError):
+        os.link(path.parent, path)
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one, on the server."""
+    found = look_up(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def unused(path: Path) -> Path:
+    """The path if nothing has that name, else with ``_2``, ``_3`` and so on at its end."""
+    others = (path.with_name(f'{path.name}_{number}') for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if look_up(each) is None)
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """All that is below a folder but the folders, by relative path with slashes. A link is a file."""
+    paths = (path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two existing paths so that no reader ever finds either name missing.
+
+    Returns:
+        False if this kernel or file system does not support it (NFS, macOS); then nothing happened.
+
+    Raises:
+        OSError: The call is supported but failed.
+    """
+    return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE, of=(one, other))
+
+
+def clone(source: Path, to: Path) -> bool:
+    """Make a copy that shares its blocks with the source until one of them is changed (XFS, Btrfs).
+
+    Returns:
+        False if that cannot be done here; then there is no copy.
+    """
+    try:
+        with source.open('rb') as old, to.open('xb') as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        shutil.copymode(source, to)
+    except OSError:
+        to.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder, as much of it as possible.
+
+    Raises:
+        OSError: Something could not be deleted.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        shutil.rmtree(folder)

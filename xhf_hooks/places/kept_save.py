@@ -1,0 +1,85 @@
+"""A save that its readers keep: uploads, and commands of ``on_saved``. Runs on: rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xhf_hooks.errors import TargetError
+from xhf_hooks.format.checksum import file_size_and_crc32
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, read_commit
+from xhf_hooks.places.file_system import clone, files_in, new_name
+
+
+@dataclass(frozen=True)
+class KeptSave:
+    """The files of a committed save under another name, for readers in any process, whatever becomes of the save.
+
+    Attributes:
+        path: A folder. Weights in it are clones where the file system has them, else hard links, else copies; all else
+            are copies.
+        files: What the save's manifest says of them.
+        links: The hard links, as they were.
+    """
+
+    path: Path
+    files: dict[str, FileRecord] = field(repr=False)
+    links: dict[Path, os.stat_result] = field(default_factory=dict, repr=False)
+
+    def release(self) -> None:
+        """Delete the folder, unless others put files into it: the next run sets these apart. Call it from any thread.
+
+        Does nothing the second time. The disk space is freed when the save itself is deleted, too.
+        """
+        if files_in(self.path).keys() <= {*self.files, MANIFEST_NAME}:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def changed(self) -> list[Path]:
+        """The hard links through which somebody has changed the save itself.
+
+        One of another size has changed. One of another time is read, since a network file system may tell old times.
+        """
+        changed = []
+        for path, before in self.links.items():
+            with contextlib.suppress(FileNotFoundError):  # removed from here only
+                now = os.lstat(path)
+                if now.st_ino != before.st_ino:  # replaced here only
+                    continue
+                saved = self.files[path.relative_to(self.path).as_posix()]
+                has_changed = now.st_size != before.st_size
+                if not has_changed and now.st_mtime_ns != before.st_mtime_ns:
+                    has_changed = file_size_and_crc32(path)[1] != saved.crc32
+                if has_changed:
+                    changed.append(path)
+        return changed
+
+
+def keep_save(folder: Path) -> KeptSave:
+    """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
+
+    Raises:
+        TargetError: The folder is not a committed save, or its files cannot be kept.
+    """
+    commit = read_commit(folder)
+    if commit is None:
+        raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
+    kept = KeptSave(new_name(folder, 'kept'), commit.files)
+    try:
+        for name in (*commit.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
+            source, to = folder / name, kept.path / name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith('.safetensors'):
+                if clone(source, to):
+                    continue
+                with contextlib.suppress(OSError):
+                    os.link(source, to)
+                    kept.links[to] = os.lstat(to)
+                    continue
+            shutil.copy(source, to)
+    except OSError as error:
+        kept.release()
+        raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
+    return kept
