@@ -52,8 +52,18 @@ class Tally:
         Raises:
             IncompleteError: Bytes of a tensor are missing or were written twice.
         """
-        found = zip(self._placements, *self.sums.tolist(), self.checksums.tolist(), strict=True)
-        return [_whole(*one) for one in found]
+        tensors = []
+        for number, place in enumerate(self._placements):
+            nbytes, spans, non_finite = self.sums[:, number].tolist()
+            where = f'{place.file}: {place.hf_name}'
+            if nbytes != place.nbytes:
+                raise IncompleteError(f'{where}: expected {place.nbytes} bytes, ranks wrote {nbytes}')
+            if spans % _PRIME != _span(0, nbytes):
+                raise IncompleteError(
+                    f'{where}: expected each of {nbytes} bytes once; ranks wrote some twice and some not at all'
+                )
+            tensors.append(WrittenTensor(place, int(self.checksums[number]), non_finite))
+        return tensors
 
 
 def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:
@@ -69,14 +79,3 @@ def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:
 
 def _span(start: int, end: int) -> int:
     return (end * end - start * start) % _PRIME
-
-
-def _whole(place: Placement, nbytes: int, spans: int, non_finite: int, crc32: int) -> WrittenTensor:
-    if nbytes != place.nbytes:
-        raise IncompleteError(f'{place.file}: {place.hf_name}: expected {place.nbytes} bytes, ranks wrote {nbytes}')
-    if spans % _PRIME != _span(0, nbytes):
-        raise IncompleteError(
-            f'{place.file}: {place.hf_name}: expected each of {nbytes} bytes once; ranks wrote some twice and some not '
-            f'at all'
-        )
-    return WrittenTensor(place, crc32, non_finite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from xhf_hooks.format.checksum import count_non_finite, crc32
@@ -23,8 +24,8 @@ class Writer:
     """Writes each chunk at its offset. Any number of ranks may write into the same files.
 
     A save calls :meth:`create` on rank 0 and broadcasts the result. Then it calls on each rank :meth:`open`,
-    :meth:`write` any number of times, and :meth:`finish`. It calls :meth:`abort` at the end, or at any earlier point.
-    One writer serves one save after another. Used by: one thread at a time.
+    :meth:`write` any number of times, :meth:`finish`, and, however it ended, :meth:`abort`. One writer serves one save
+    after another. Used by: one thread at a time.
 
     Args:
         pending_nbytes: Limit of waiting bytes, beyond which :meth:`write` blocks. A larger chunk is accepted when
@@ -33,16 +34,16 @@ class Writer:
     """
 
     def __init__(self, pending_nbytes: int, *, beside_training: bool = False) -> None:
-        self._limit, self._beside_training, self._fsync = pending_nbytes, beside_training, True
-        self._pending = 0
-        self._room = threading.Condition()
-        #: None ends the thread; an event is set when all that came before is done
-        self._queue: queue.SimpleQueue[Chunk | threading.Event | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
-        self._folder = Path()
+        self._limit_nbytes, self._beside_training = pending_nbytes, beside_training
+        self._folder, self._fsync = Path(), True
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
+        self._opened = ExitStack()
         self._tally: Tally | None = None
+        self._error: Exception | None = None
+        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()  # None ends the thread
+        self._changed = threading.Condition()  # of what follows, and of the error
+        self._n_pending = self._pending_nbytes = 0
         # Started now: no thread can be started while the process exits, nor perhaps when a save is due
         threading.Thread(target=self._work, name='xhf-writer', daemon=True).start()
 
@@ -62,7 +63,7 @@ class Writer:
         """
         self.abort()
         self._folder, self._made, self._fsync = staging, made, fsync
-        self._tally, self._error, self._pending = Tally(plan), None, 0
+        self._tally, self._error = Tally(plan), None
 
     def write(self, chunk: Chunk) -> None:
         """Accept a chunk. May wait for free memory first, and may return before the chunk is on disk.
@@ -72,12 +73,18 @@ class Writer:
             TargetError: A file is not the one that rank 0 made.
         """
         nbytes = chunk.data.nbytes
-        with self._room:
-            self._room.wait_for(lambda: self._error or not self._pending or self._pending + nbytes <= self._limit)
-            if self._error:
+
+        def can_go_on() -> bool:
+            has_room = not self._n_pending or self._pending_nbytes + nbytes <= self._limit_nbytes
+            return has_room or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(can_go_on)
+            if self._error is not None:
                 raise self._error
-            self._pending += nbytes
-        self._queue.put(chunk)
+            self._n_pending += 1
+            self._pending_nbytes += nbytes
+        self._chunks.put(chunk)
 
     def finish(self) -> Tally:
         """Wait for all chunks and close the files; returns what this rank has written.
@@ -87,49 +94,38 @@ class Writer:
             TargetError: A file is not the one that rank 0 made.
         """
         self._wait()
-        if self._fsync and not self._error:
+        if self._error is not None:
+            raise self._error
+        if self._fsync:
             for file in self._files.values():
                 file.fsync()
-        self._close_files()
-        if self._error:
-            raise self._error
-        tally, self._tally = self._tally, None
+        self._opened.close()
+        tally = self._tally
+        self.abort()
         return tally
 
     def abort(self) -> None:
         """Drop pending chunks and close the files. Never raises."""
         self._error = self._error or OSError('the save was abandoned')
         self._wait()
-        self._close_files()
+        with suppress(OSError):
+            self._opened.close()
+        self._files = {}
         # The thread keeps this writer, and an error's traceback would keep the model
         self._error, self._tally = OSError('no save is open'), None
 
     def close(self) -> None:
         """End the thread. Never raises."""
-        self._queue.put(None)
+        self._chunks.put(None)
 
     def _wait(self) -> None:
-        """Wait until the thread has nothing to do."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
-
-    def _close_files(self) -> None:
-        error = None
-        while self._files:
-            try:
-                self._files.popitem()[1].close()
-            except OSError as caught:
-                error = caught
-        self._error = self._error or error
+        with self._changed:
+            self._changed.wait_for(lambda: not self._n_pending)
 
     def _work(self) -> None:
         if self._beside_training:
             lower_priority()
-        while (chunk := self._queue.get()) is not None:
-            if isinstance(chunk, threading.Event):
-                chunk.set()
-                continue
+        while (chunk := self._chunks.get()) is not None:
             error = None
             if self._error is None:
                 try:
@@ -138,10 +134,11 @@ class Writer:
                     error = caught
             nbytes = chunk.data.nbytes
             del chunk  # frees its memory before write() learns that there is room
-            with self._room:
+            with self._changed:
                 self._error = self._error or error
-                self._pending -= nbytes
-                self._room.notify()
+                self._n_pending -= 1
+                self._pending_nbytes -= nbytes
+                self._changed.notify()
             del error  # or its traceback would keep the model in memory
 
     def _write(self, chunk: Chunk) -> None:
@@ -160,10 +157,11 @@ class Writer:
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
-            path = self._folder / name
-            self._files[name] = OutputFile(
-                path, self._made[name], write_behind=self._fsync, direct=self._beside_training
+            file = OutputFile(
+                self._folder / name, self._made[name], write_behind=self._fsync, direct=self._beside_training
             )
+            self._opened.callback(file.close)
+            self._files[name] = file
         return self._files[name]
 
 
