@@ -34,7 +34,7 @@ def store(server: S3Server, request):
 
 
 def test_objects(store):
-    store.require_usable()
+    store.require_writable()
     store.put('sub/gewichte ä 権 +&=?#%.bin', b'0123456789')
     store.put('hf_model.json', b'{}')
     assert store.get('sub/gewichte ä 権 +&=?#%.bin') == b'0123456789' and store.get('none') is None
@@ -58,7 +58,7 @@ def test_refusals_tell_no_secret(server, monkeypatch):
         if server.kind == 'moto' and bucket == BUCKET:
             continue  # it takes any credentials
         with pytest.raises(StoreError, match='upload_to') as caught:
-            Store(f's3://{bucket}/b', server.backend_args).require_usable()
+            Store(f's3://{bucket}/b', server.backend_args).require_writable()
         assert f's3://{bucket}/b' in str(caught.value)
         assert not any(secret in str(caught.value) for secret in (KEY, SECRET, SECRET[::-1]))
 
@@ -66,11 +66,11 @@ def test_refusals_tell_no_secret(server, monkeypatch):
 def test_nobody_listens():
     store = Store(f's3://{BUCKET}/run', {'endpoint_url': 'http://127.0.0.1:9'})
     with pytest.raises(StoreError, match=r'127\.0\.0\.1:9'):
-        store.require_usable()
+        store.require_writable()
 
 
 def test_an_older_botocore_gets_only_options_that_it_has(monkeypatch, server):
     """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
     monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
     get_filesystem_class('s3').clear_instance_cache()
-    Store(f's3://{BUCKET}/older', server.backend_args).require_usable()
+    Store(f's3://{BUCKET}/older', server.backend_args).require_writable()

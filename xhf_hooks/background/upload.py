@@ -74,7 +74,7 @@ class Uploads(EachSave[UploadJob]):
             if self._rank == 0:
                 destination.claim()
             elif number == 0 and self._rank < self._n_ranks:
-                destination.connect()
+                destination.store.require_writable()
 
     def newest(self, name: str) -> tuple[bytes | None, str]:
         """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0.

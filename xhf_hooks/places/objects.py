@@ -1,27 +1,20 @@
 """Objects under one URL. fsspec finds the library, and the library finds its credentials.
 
-Each request has a deadline and is repeated a few times within seconds, so no request stops a save for long.
+A request that fails, or gets no answer in time, is repeated a few times within seconds, so none stops a save for long.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import os
 import random
 import re
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from xhf_hooks.errors import StoreError
-from xhf_hooks.system.threads import lower_priority
 
-T = TypeVar('T')
 _S3 = ('s3', 's3a')
 #: s3fs repeats requests by itself; so many times, and boto not at all.
 _S3_RETRIES = 2
@@ -41,25 +34,11 @@ _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 
 _PROBE = '.xhf_probe'
 
 _SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
-_now = time.monotonic
 
 
 def without_secrets(text: str) -> str:
     """The text without user names, passwords and queries in URLs."""
     return _SECRET_IN_URL.sub('', text)
-
-
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of low priority, one for all stores of a process, like fsspec's own."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        lower_priority()
-        loop.run_forever()
-
-    threading.Thread(target=run, name='store-io', daemon=True).start()
-    return loop
 
 
 def _s3_config() -> dict[str, Any]:
@@ -71,29 +50,24 @@ def _s3_config() -> dict[str, Any]:
 class Store:
     """Objects under one URL, by keys relative to it, with slashes.
 
-    Requests to libraries with an asynchronous interface (of S3, GCS and Azure) have a deadline.
-
     Args:
         url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
         backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
-        warn: Called at once when a request fails and will be repeated, or gets no answer for a while.
+        warn: Called at once when a request fails and will be repeated.
 
     Attributes:
-        silence_secs: Without an answer for so long, a warning is logged.
-        answer_secs: Deadline of a request.
-        stall_secs: Deadline of each part of a file.
+        answer_secs: Deadline of a request to a library with an asynchronous interface (of S3, GCS and Azure).
+        least_rate: That of a file is later by its bytes at so many bytes per second.
         pauses_secs: Pauses before a request is sent again.
         patience_secs: A request that fails after this time is not sent again.
 
     Raises:
-        OptionError: It is not the URL of a store.
         StoreError: The library is missing, or refuses ``backend_args``. Nothing is sent yet, except that some libraries
             look for credentials.
     """
 
-    silence_secs = 5.0
     answer_secs = 20.0
-    stall_secs = 60.0
+    least_rate = 250_000
     pauses_secs: tuple[float, ...] = (0.5, 1.0, 2.0)
     patience_secs = 30.0
 
@@ -114,8 +88,6 @@ class Store:
             if protocol in _S3:
                 own['config_kwargs'] = {**_s3_config(), **given.get('config_kwargs', {})}
                 own['max_concurrency'] = _S3_PARTS
-            if fsspec.get_filesystem_class(protocol).async_impl:
-                own['loop'] = _loop(os.getpid())
             # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
             self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
         except ImportError as error:
@@ -140,15 +112,13 @@ class Store:
 
     def put_file(self, key: str, path: Path) -> None:
         """Upload a file; the library sends large ones in parts."""
-        from fsspec.callbacks import Callback
-
-        signs: list[float] = []
-        how: dict[str, Any] = {'callback': Callback(hooks={'sign': lambda *args, **more: signs.append(_now())})}
+        nbytes, how = path.stat().st_size, dict[str, Any]()
         if self._is_s3:
-            how['chunksize'] = max(_S3_PART_NBYTES, -(-path.stat().st_size // _S3_MOST_PARTS))
+            how['chunksize'] = max(_S3_PART_NBYTES, -(-nbytes // _S3_MOST_PARTS))
         if self._has_files:
             self._ask('write', key, 'makedirs', self._fs._parent(self._path(key)), exist_ok=True)
-        self._ask('write', key, 'put_file', str(path), self._path(key), signs=signs, **how)
+        secs = self.answer_secs + nbytes / self.least_rate
+        self._ask('write', key, 'put_file', str(path), self._path(key), secs=secs, **how)
 
     def get(self, key: str) -> bytes | None:
         """Bytes of an object; None if there is no such object."""
@@ -168,7 +138,7 @@ class Store:
         for key in keys:
             self._ask('delete', key, 'rm_file', self._path(key))
 
-    def require_usable(self) -> None:
+    def require_writable(self) -> None:
         """Write and remove a small object.
 
         Raises:
@@ -180,14 +150,12 @@ class Store:
     def _path(self, key: str) -> str:
         return f'{self._root}/{key}'
 
-    def _ask(
-        self, what: str, key: str, method: str, *args: Any, signs: Sequence[float] | None = None, **how: Any
-    ) -> Any:
+    def _ask(self, what: str, key: str, method: str, *args: Any, secs: float | None = None, **how: Any) -> Any:
         """Call a method of the file system, a few times if it fails.
 
         Args:
             what: What it does, for messages.
-            signs: Grows by the time of each sign of life.
+            secs: Deadline of each call; None: ``answer_secs``.
 
         Returns:
             None if there is nothing to read or to delete.
@@ -195,34 +163,29 @@ class Store:
         Raises:
             StoreError: It did not succeed; says where, without secrets.
         """
-        where = f'{self.url}/{key}'
-        began, pauses_secs = _now(), iter(self.pauses_secs)
+        began, pauses_secs = time.monotonic(), iter(self.pauses_secs)
         while True:
             try:
-                if not self._fs.async_impl:
-                    return getattr(self._fs, method)(*args, **how)
-                sent = getattr(self._fs, f'_{method}')(*args, **how)
-                return self._wait(where, asyncio.run_coroutine_threadsafe(sent, self._fs.loop), signs)
+                return self._call(method, *args, secs=secs or self.answer_secs, **how)
             except Exception as error:
                 if isinstance(error, FileNotFoundError) and what in ('read', 'delete'):
                     return None
-                said = f'{where}: cannot {what}: {without_secrets(f"{type(error).__name__}: {error}")}'
+                reason = without_secrets(f'{type(error).__name__}: {error}')
+            said = f'{self.url}/{key}: cannot {what}: {reason}'
             pause_secs = next(pauses_secs, None)
-            if pause_secs is None or _now() - began > self.patience_secs:
+            if pause_secs is None or time.monotonic() - began > self.patience_secs:
                 hint = "the credentials where the store's library looks for them"
                 raise StoreError(f'{said}. Check upload_to, backend_args, and {hint}')
             self._warn(f'will be tried again: {said}')
             time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
 
-    def _wait(self, where: str, answer: Future[T], signs: Sequence[float] | None) -> T:
-        limit_secs = self.answer_secs if signs is None else self.stall_secs
-        began, is_told = _now(), False
-        while not wait([answer], min(self.silence_secs, limit_secs)).done:
-            silent_secs = _now() - max([began, *(signs or ())])
-            if silent_secs >= limit_secs:
-                answer.cancel()
-                raise TimeoutError(f'the store does not answer within {limit_secs:g} s')
-            if silent_secs >= self.silence_secs and not is_told:
-                is_told = True
-                self._warn(f'{where}: the store has not answered for {silent_secs:.0f} s')
-        return answer.result()
+    def _call(self, method: str, *args: Any, secs: float, **how: Any) -> Any:
+        from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
+
+        if not self._fs.async_impl:
+            return getattr(self._fs, method)(*args, **how)
+        try:
+            return sync(self._fs.loop, getattr(self._fs, f'_{method}'), *args, timeout=secs, **how)
+        except FSTimeoutError:
+            raise TimeoutError(f'the store does not answer within {secs:g} s') from None

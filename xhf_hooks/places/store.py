@@ -1,8 +1,8 @@
 """Saves in a store: each has its own prefix, and a pointer that moves last names the newest.
 
-    hf_model.json                    the pointer
-    hf_model.run                     the claim: the run that saves here; each run writes it once, before training
-    hf_model_iter_500/...            a save; xhf_manifest.json is its last object
+    hf_model.json                    the pointer: which save is the newest, which are complete, which are not
+    hf_model.run                     the claim: which run saves here; each run writes it once, before training
+    hf_model_iter_500/...            a save, under its prefix; xhf_manifest.json is its last object
 
 The pointer lists the files of saves that are being written or deleted: after a kill, the next run deletes those.
 Nothing else is listed, and nothing is deleted that the pointer or a manifest does not name.
@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
@@ -43,6 +43,7 @@ from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manife
 from xhf_hooks.places.objects import Store
 from xhf_hooks.system.calls import naming
 
+T = TypeVar('T')
 _FORMAT_VERSION = 2
 
 
@@ -101,19 +102,18 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
     Raises:
         StoreError: The store cannot be read, or the object is not a pointer.
     """
-    data = store.get(pointer_key(name))
-    if data is None:
-        return None
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        content = json.loads(data)
+    ours = re.compile(rf'{re.escape(name)}_(iter|epoch)_\d+(_\d+)?')
+
+    def parse(content: dict[str, Any]) -> Pointer:
         pointer = Pointer(**{**content, 'saves': tuple(content['saves'])})
-        ours = re.compile(rf'{re.escape(name)}_(iter|epoch)_\d+(_\d+)?')
-        named = [*pointer.saves, *pointer.unfinished, *filter(None, (pointer.newest, pointer.writing))]
+        prefixes = [*pointer.saves, *pointer.unfinished, *filter(None, (pointer.newest, pointer.writing))]
         files = [file for names in pointer.unfinished.values() for file in names]
-        is_ours = all(map(ours.fullmatch, named)) and not any('..' in file for file in files)
-        if is_ours and pointer.format_version == _FORMAT_VERSION:
-            return pointer
-    raise _foreign(store, pointer_key(name))
+        is_ours = all(map(ours.fullmatch, prefixes)) and not any('..' in file for file in files)
+        if not is_ours or pointer.format_version != _FORMAT_VERSION:
+            raise ValueError
+        return pointer
+
+    return _read_record(store, pointer_key(name), parse)
 
 
 def read_claim(store: Store, name: str) -> Claim | None:
@@ -122,16 +122,16 @@ def read_claim(store: Store, name: str) -> Claim | None:
     Raises:
         StoreError: The store cannot be read, or the object is not a claim.
     """
-    data = store.get(claim_key(name))
+    return _read_record(store, claim_key(name), lambda content: Claim(**content))
+
+
+def _read_record(store: Store, key: str, parse: Callable[[Any], T]) -> T | None:
+    data = store.get(key)
     if data is None:
         return None
-    with contextlib.suppress(ValueError, TypeError):
-        return Claim(**json.loads(data))
-    raise _foreign(store, claim_key(name))
-
-
-def _foreign(store: Store, key: str) -> StoreError:
-    return StoreError(
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        return parse(json.loads(data))
+    raise StoreError(
         f'{store.url}/{key}: not written by this package, or by a newer version; move it away, or set upload_to to '
         f'another place'
     )
@@ -157,7 +157,7 @@ class StoredSaves:
         name: A name such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         options: Arguments for the store's library.
-        warn: Called at once when a request fails or gets no answer, and with what was found that is not ours.
+        warn: Called at once when a request fails, and with what was found that is not ours.
 
     Attributes:
         run: Random id of this run.
@@ -174,7 +174,7 @@ class StoredSaves:
         self.url, self.name, self.max_keep = url, name, max_keep
         self.run = uuid.uuid4().hex
         self._options, self._warn = options, warn
-        self._pointer: Pointer | None = None  # as last read or written; None: not claimed
+        self._pointer = Pointer()  # as last read or written
         self._has_published = False
         self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
         self._in_doubt: str | None = None  # the pointer may name it: the outcome of that request is unknown
@@ -183,10 +183,6 @@ class StoredSaves:
     def store(self) -> Store:
         """The connection of this process. Runs on: any rank."""
         return Store(self.url, self._options, warn=self._warn)
-
-    def connect(self) -> None:
-        """What :meth:`claim` is for rank 0: check that this rank can write there. Runs on: other ranks."""
-        self.store.require_usable()
 
     def claim(self) -> None:
         """Before training, take over the place.
@@ -219,7 +215,7 @@ class StoredSaves:
         Raises:
             StoreError: A request failed, or another run has taken the place.
         """
-        pointer, name = self._read(), f'{self.name}_{label}'
+        pointer, name = self._current(), f'{self.name}_{label}'
         names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))
         self._taken |= {*pointer.saves, *pointer.unfinished}
         prefix = next(each for each in names if each not in self._taken and not self.store.sizes(each))
@@ -249,7 +245,7 @@ class StoredSaves:
                     f'size, although it acknowledged them: {some(missing)}'
                 )
             self.store.put(f'{prefix}/{MANIFEST_NAME}', manifest)
-            pointer = self._read()
+            pointer = self._current()
         except ReplacedError:  # the other run may have deleted this save before its last files were sent
             with contextlib.suppress(StoreError):
                 self.store.delete([f'{prefix}/{name}' for name in (*content.files, MANIFEST_NAME)])
@@ -276,7 +272,7 @@ class StoredSaves:
         """
         if not self._has_published:
             return
-        due = {prefix: names for prefix, names in self._read().unfinished.items() if prefix != self._in_doubt}
+        due = {prefix: names for prefix, names in self._current().unfinished.items() if prefix != self._in_doubt}
         for prefix, files in due.items():
             self.store.delete([f'{prefix}/{name}' for name in files])
             if left := self.store.sizes(prefix):
@@ -285,15 +281,13 @@ class StoredSaves:
                     f'and will stay: {some(sorted(left))}'
                 )
         if due:
-            found = self._read()
+            found = self._current()
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
     def release(self) -> None:
         """At the end of the run, :meth:`clean`. Never raises: the next run deletes the rest."""
-        if self._pointer is not None:
-            with contextlib.suppress(StoreError):
-                self.clean()
-            self._pointer = None
+        with contextlib.suppress(StoreError):
+            self.clean()
 
     def _without_outdated(self, pointer: Pointer) -> Pointer:
         old = [] if self.max_keep == -1 else pointer.saves[: -self.max_keep]
@@ -321,7 +315,7 @@ class StoredSaves:
                 f'does not any more; set upload_to to another place'
             )
 
-    def _read(self) -> Pointer:
+    def _current(self) -> Pointer:
         """The pointer, with what this run has recorded in it even if an earlier run has overwritten that.
 
         Raises:

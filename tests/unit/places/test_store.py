@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 
 import fsspec
@@ -216,41 +215,33 @@ def test_a_foreign_claim_is_refused_and_stays(url, content):
 
 
 class Hanging(AsyncFileSystem):
-    """Never answers, or not after the first two parts of a file."""
+    """Never answers."""
 
     protocol = 'hanging'
     ended = 0
 
-    async def _cat_file(self, path, **options):
+    async def _hang(self, *args, **options):
         try:
             await asyncio.sleep(60)
         finally:
             self.ended += 1
 
-    async def _put_file(self, lpath, rpath, callback, **options):
-        for _ in range(2):
-            await asyncio.sleep(0.15)
-            callback.relative_update(1)
-        await asyncio.sleep(60)
+    _cat_file = _put_file = _hang
 
 
-def test_a_store_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
-    """And not kept waiting for: what was sent is cancelled."""
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path):
+    """What was sent is cancelled. A large file may take longer."""
     said = []
-    monkeypatch.setattr(Store, 'silence_secs', 0.05)
-    monkeypatch.setattr(Store, 'answer_secs', 0.2)
-    monkeypatch.setattr(Store, 'stall_secs', 0.2)
+    monkeypatch.setattr(Store, 'answer_secs', 0.1)
     fsspec.register_implementation('hanging', Hanging, clobber=True)
     store = Store('hanging://a/b', warn=said.append)
-    with pytest.raises(StoreError, match=r'does not answer within 0.2 s'):
+    with pytest.raises(StoreError, match=r'cannot read: .*does not answer within 0.1 s'):
         store.get('key')
-    assert 'has not answered for' in said[0] and len(said) == 5
-    assert store._fs.ended >= 2, 'the last one is only just being cancelled'
-    (tmp_path / 'file').write_text('')
-    began = time.monotonic()
-    with pytest.raises(StoreError, match=r'does not answer within 0.2 s'):
+    assert len(said) == 2 and 'does not answer' in said[0]
+    assert store._fs.ended == 3
+    (tmp_path / 'file').write_bytes(bytes(25_000))
+    with pytest.raises(StoreError, match=r'cannot write: .*does not answer within 0.2 s'):
         store.put_file('key', tmp_path / 'file')
-    assert time.monotonic() - began > 3 * 0.45
 
 
 def test_messages_have_no_secrets():
