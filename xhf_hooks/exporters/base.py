@@ -1,8 +1,4 @@
-"""The interface of exporters, and tensors that are computed from others.
-
-A computed tensor, such as a merged LoRA weight, replaces one of its inputs: it is named, compared, converted and
-planned like any other, and the last step adds the other inputs to its entries.
-"""
+"""The interface of exporters, and exporters with several parts."""
 
 from __future__ import annotations
 
@@ -11,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.base_files import base_dir_of, is_remote_code, load_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.planning.types import Combine, ExportEntry, FileSet, Placement, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config
 
 if TYPE_CHECKING:
@@ -206,43 +200,3 @@ def specs_below(path: str, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]
     return {
         name[len(prefix) :]: spec for spec in specs for name in (spec.name, *spec.aliases) if name.startswith(prefix)
     }
-
-
-class ComputedTensor(Protocol):
-    """Computes one tensor from gathered tensors, given by source name. Called on the rank that writes.
-
-    Attributes:
-        base: The source tensor that it replaces.
-        reads: Its inputs, including the base.
-    """
-
-    @property
-    def base(self) -> str: ...
-
-    @property
-    def reads(self) -> tuple[str, ...]: ...
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
-
-
-def with_computed(entries: Sequence[ExportEntry], computed: Mapping[str, ComputedTensor]) -> list[ExportEntry]:
-    """Make entries that read a tensor which one of ``computed`` replaces read its inputs instead, and compute it."""
-    combines: dict[int | str, Combine] = {}  # entries with one combine keep one
-    result = []
-    for entry in entries:
-        found = [computed[name] for name in entry.reads if name in computed]
-        if found:
-            key = entry.hf_name if entry.combine is None else id(entry.combine)
-            combine = combines.setdefault(key, _computing_first(found, entry))
-            reads = [*entry.reads, *(name for one in found for name in one.reads)]
-            entry = replace(entry, reads=tuple(dict.fromkeys(reads)), combine=combine, source_offset=None)
-        result.append(entry)
-    return result
-
-
-def _computing_first(found: Sequence[ComputedTensor], entry: ExportEntry) -> Combine:
-    def combine(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        tensors = {**tensors, **{one.base: one(tensors) for one in found}}
-        return {entry.hf_name: tensors[entry.reads[0]]} if entry.combine is None else entry.combine(tensors)
-
-    return combine

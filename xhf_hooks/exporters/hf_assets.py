@@ -15,7 +15,6 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
 from xhf_hooks.exporters.transformers_4.rope import add_older_rope
 from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
-from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import quiet
@@ -30,7 +29,7 @@ _ROWS_MULTIPLE = 8
 #: Fields that count layers for multi-token prediction, such as num_nextn_predict_layers (DeepSeek, GLM, MiMo) and
 #: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
 _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
-_MTP_TENSOR, _LAYER = re.compile(r'(^|[._])(mtp|nextn)[._]'), re.compile(r'(?:^|\.)layers\.(\d+)\.')
+_MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
 def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) -> PretrainedConfig:
@@ -144,7 +143,6 @@ def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
 def _write_generation_config(
     folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int], base_dir: str
 ) -> list[str]:
-    """Save the generation config; an invalid one is repaired with do_sample=True, or else omitted."""
     generation = _saved_generation_config(model, folder)
     _restore_forced(generation, base_dir)
     if eos_token_ids:
@@ -165,11 +163,7 @@ def _write_generation_config(
 
 
 def _saved_generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig:
-    """A copy of what ``save_pretrained`` writes. Classes that override it, such as CSM's, add to it there.
-
-    Args:
-        folder: For temporary files.
-    """
+    """A copy of what ``save_pretrained`` writes. Classes that override it, such as CSM's, add to it there."""
     from transformers import PreTrainedModel
 
     # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
@@ -180,44 +174,40 @@ def _saved_generation_config(model: PreTrainedModel, folder: Path) -> Generation
         return generation
     trial = copy.copy(model)  # it edits the configs; the tensors are shared
     trial.config, trial.generation_config = copy.deepcopy(model.config), generation
-    # It need not accept an empty state dict
+    # An override need not accept an empty state dict
     with suppress(Exception), quiet(), tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as temporary:
         kind.save_pretrained(trial, temporary, state_dict={}, is_main_process=False)
     return trial.generation_config
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
-    """The chat template in the base model's tokenizer files."""
     if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
         return jinja.read_text(encoding='utf-8')
-    path = base_file(base_dir, 'tokenizer_config.json')
-    template = None if path is None else strict_json.read(path).get('chat_template')
+    template = base_json(base_dir, 'tokenizer_config.json').get('chat_template')
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
-def require_vocabulary(tokenizer: Any | None, embedding_rows: int | None, exporter: Exporter) -> None:
-    """Refuse a tokenizer with more tokens than the model has embeddings. Runs on: rank 0.
+def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, exporter: Exporter) -> list[str]:
+    """Compare the number of tokens with that of embeddings, and return warnings. Runs on: rank 0.
 
-    Not one like the base's own: some bases have more tokens than embeddings, such as Gemma 3's text models.
+    Raises:
+        ModelError: There are more tokens than embeddings. Not for one like the base's own: some bases have more, such
+            as Gemma 3's text models.
     """
-    if embedding_rows is None or not hasattr(tokenizer, '__len__') or len(tokenizer) <= embedding_rows:
-        return
-    if len(tokenizer) > exporter.n_base_tokens:
-        raise ModelError(
-            f'the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {embedding_rows}: set the '
-            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
-        )
-
-
-def lost_tokens(tokenizer: Any | None, embedding_rows: int | None, base_dir: str) -> list[str]:
-    """A warning if training resized the embeddings for tokens that the tokenizer does not have. Runs on: rank 0."""
-    base = base_json(base_dir, 'config.json')
-    of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
-    if embedding_rows is None or of_base in (None, embedding_rows) or not hasattr(tokenizer, '__len__'):
+    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return []
     n_tokens = len(tokenizer)
+    if n_tokens > embedding_rows and n_tokens > exporter.n_base_tokens:
+        raise ModelError(
+            f'the tokenizer has {n_tokens} tokens, but the model has embeddings for {embedding_rows}: set the '
+            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
+        )
+    base = base_json(exporter.base_dir, 'config.json')
+    of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
+    if of_base in (None, embedding_rows) or n_tokens >= embedding_rows:
+        return []
     is_padded = embedding_rows % _ROWS_MULTIPLE == 0
-    if n_tokens >= embedding_rows or (is_padded and not n_tokens <= of_base < embedding_rows):
+    if is_padded and not n_tokens <= of_base < embedding_rows:
         return []
     return [
         f'the tokenizer has {n_tokens} tokens, but the embeddings were resized from {of_base} to {embedding_rows} '
@@ -229,13 +219,11 @@ def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
     """A warning if the base announces layers for multi-token prediction, but no tensor has such a name."""
     base = base_json(base_dir, 'config.json')
     fields = {**base, **base.get('text_config', {})}
-    announced = {name: value for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int}
-    first = fields.get('num_hidden_layers')
-    numbers = [(found, name) for name in names for found in (_LAYER.search(name),)]
-    has_some = any(_MTP_TENSOR.search(name) or (found and int(found[1]) == first) for found, name in numbers)
-    if has_some or not any(announced.values()):
+    announced = [name for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int and value]
+    layer = f'.layers.{fields.get("num_hidden_layers")}.'
+    if not announced or any(_MTP_TENSOR.search(name) or layer in f'.{name}' for name in names):
         return []
-    (name, value), *_ = ((name, value) for name, value in announced.items() if value)
+    name, value = announced[0], fields[announced[0]]
     return [
         f'config.json has {name}={value}, but the class of the trained model has no layers for multi-token prediction, '
         f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0'

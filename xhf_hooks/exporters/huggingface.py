@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,16 +13,17 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import ComputedTensor, Exporter, specs_below, with_computed
+from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.base_files import is_remote_code
+from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
-from xhf_hooks.exporters.on_meta import build_on_meta, without_zero_init
-from xhf_hooks.exporters.output_dtypes import base_dtypes, kept_in_fp32
-from xhf_hooks.exporters.rehearsal import load_empty, not_rehearsed, require_none
+from xhf_hooks.exporters.lora_merge import merge_adapters
+from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.output_dtypes import base_dtypes, cast_to
+from xhf_hooks.exporters.rehearsal import differences, load_empty, not_rehearsed, require_none
+from xhf_hooks.exporters.transformers_4.installed import converts_weights, tied_while_built
 from xhf_hooks.exporters.weight_conversion import convert_specs
-from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.format.text import some
 from xhf_hooks.model import (
     input_embedding,
     model_class,
@@ -38,10 +36,8 @@ from xhf_hooks.planning.types import ExportEntry, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
-
-_FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
-
 
 #: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
 #: and ``save_hf`` is called many times.
@@ -57,12 +53,16 @@ class HuggingFaceExporter(Exporter):
     Before anything is gathered, a reference model is built on the meta device from the config to be written, as
     ``from_pretrained`` will do. Its names and shapes must match the trained model.
 
+    Args:
+        adapters: PeftModels to merge, by path in the exported model; '' for the one around it.
+
     Raises:
         ModelError: There is not exactly one such model, or ``module`` is not one.
     """
 
-    def __init__(self, model: nn.Module, module: str | None) -> None:
+    def __init__(self, model: nn.Module, module: str | None, adapters: Mapping[str, PeftModel] | None = None) -> None:
         self._path, self._model = find_pretrained(model, module)
+        self._adapters = adapters or {}
         self._computed: dict[str, ComputedTensor] = {}  # by the source name of the replaced tensor
         self._reference: PreTrainedModel | None = None
         self._names: dict[str, TensorSpec] = {}  # in the model that from_pretrained will build
@@ -79,7 +79,8 @@ class HuggingFaceExporter(Exporter):
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._names = self._own_names(specs)
         base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
-        self._config_dtype, self._vocab_size, self._is_tied = dtype if base is None else base.of_model, None, None
+        self._config_dtype = dtype if base is None else base.of_model
+        self._vocab_size = self._is_tied = None
         self._reference = self._build_reference(self._config)
         embedding = input_embedding(self._reference)
         rows = [own[n].shape[0] for n, tensor in module_tensors(self._reference) if tensor is embedding and n in own]
@@ -96,17 +97,9 @@ class HuggingFaceExporter(Exporter):
         if base is not None:
             entries = base.applied_to(entries, self._reference.base_model_prefix)
         elif dtype is not None:
-            with without_zero_init():
-                floats = [name for name, spec in own.items() if is_float(spec.dtype)]
-                kept = {own[name].name for name in kept_in_fp32(self._reference, floats, dtype)}
-            dtypes = ('F32' if kept.intersection(e.reads) else dtype for e in entries)
-            entries = [replace(e, dtype=to) if is_float(e.dtype) else e for e, to in zip(entries, dtypes, strict=True)]
+            entries = cast_to(dtype, entries, own, self._reference)
         entries = with_computed(entries, self._computed)
-        made: dict[int, list[ExportEntry]] = {}
-        for entry in entries:
-            if not self._computed.keys().isdisjoint(entry.reads):
-                made.setdefault(id(entry.combine), []).append(entry)
-        self.combine_nbytes = max(map(_combine_nbytes, made.values()), default=0)
+        self.combine_nbytes = computing_nbytes(entries, self._computed)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -123,7 +116,9 @@ class HuggingFaceExporter(Exporter):
             raise
         except Exception as error:  # a class may be custom code; transformers may lack accelerate, which this needs
             return [not_rehearsed(kind, error)]
-        restored = self._tied_while_built(kind, config) if problems['missing'] else set()
+        restored: set[str] = set()
+        if problems['missing'] and not converts_weights():
+            restored = tied_while_built(build_on_meta(kind, config), self._not_written)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
         for _, names in names_by_identity(loaded):
             known = [name for name in names if name in self._names]
@@ -134,17 +129,6 @@ class HuggingFaceExporter(Exporter):
         require_none(problems, kind.__name__)
         rehearsed[type(self)] = done
         return []
-
-    def _tied_while_built(self, kind: type[PreTrainedModel], config: PretrainedConfig) -> set[str]:
-        """Names that are not written, and that loading restores since the class ties them while it is built.
-
-        transformers 4 loads into a model that it has built, with its ties, such as those of Donut's decoder, unless a
-        device map is given, as in the rehearsal. transformers 5 ties afterwards.
-        """
-        if find_spec('transformers.core_model_loading') is not None:
-            return set()
-        groups = [names for _, names in names_by_identity(build_on_meta(kind, config))]
-        return {n for names in groups if not self._not_written.issuperset(names) for n in names} & self._not_written
 
     def _class_that_loads(self) -> type[PreTrainedModel]:
         """The class that config.json names: of transformers, or that of the trained model if it is custom code."""
@@ -170,16 +154,18 @@ class HuggingFaceExporter(Exporter):
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         rows = max((weight.shape[0] for weight in token_embeddings(self._reference)), default=None)
-        hf_assets.require_vocabulary(tokenizer, rows, self)
-        warnings = hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
-        warnings += hf_assets.lost_tokens(tokenizer, rows, self.base_dir)
+        warnings = hf_assets.compare_vocabulary(tokenizer, rows, self)
+        warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
         return warnings + hf_assets.missing_mtp_layers(self._names, self.base_dir)
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The exported module's tensors in state-dict order, by each of their names relative to the module."""
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
-        return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+        own = dict(sorted(found.items(), key=lambda item: order[item[0]]))
+        if self._adapters:
+            own, self._computed = merge_adapters(self._model, self._adapters, own)
+        return own
 
     @property
     def _config(self) -> PretrainedConfig:
@@ -200,7 +186,9 @@ class HuggingFaceExporter(Exporter):
         if not all(names):
             return None
         is_tied = len({own[name].name for name in (*names[0], *names[1])}) == 1
-        is_right = is_tied == (embeddings[0] is embeddings[1]) and (is_tied or not self._is_merged)
+        is_right = is_tied == (embeddings[0] is embeddings[1])
+        if self._adapters and not is_tied:  # peft writes that down, even if no class asks
+            is_right = False
         return None if is_right else is_tied
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
@@ -223,30 +211,18 @@ class HuggingFaceExporter(Exporter):
 
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
         reference = self._reference
-        expected = {n: tuple(t.shape) for n, t in module_tensors(reference)}
+        problems = differences(
+            {name: spec.shape for name, spec in own.items()},
+            {name: tuple(tensor.shape) for name, tensor in module_tensors(reference)},
+        )
         may_lack = getattr(reference, '_keys_to_ignore_on_load_missing', None) or ()
         may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
-        shapes = {n: (shape, own[n].shape) for n, shape in expected.items() if n in own}
-        unexpected = [n for n in own if n not in expected and not _matches(may_have, n)]
-        wrong = {
-            'missing': [n for n in expected if n not in own and not _matches(may_lack, n)],
-            'unexpected': unexpected,
-            'of other shape': [f'{n} expected {one}, found {two}' for n, (one, two) in shapes.items() if one != two],
-        }
-        if any(wrong.values()):
-            told = '; '.join(f'{what}: {some(names, 5)}' for what, names in wrong.items() if names)
-            hint = ''
-            if any('lora_' in name for name in unexpected):
-                hint = ' There are LoRA weights outside of a PeftModel; add the adapter with get_peft_model.'
-            raise ModelError(
-                f'{type(reference).__name__}, which from_pretrained will build, and the trained model at '
-                f'{self._path or "its root"!r} differ: {told}.{hint}'
-            )
-
-    @property
-    def _is_merged(self) -> bool:
-        """Whether adapters are merged: peft then writes down that embeddings are not tied, even if no class asks."""
-        return False
+        problems['missing'] = [name for name in problems['missing'] if not _matches(may_lack, name)]
+        problems['unexpected'] = [name for name in problems['unexpected'] if not _matches(may_have, name)]
+        what = f'{type(reference).__name__}, from the model at {self._path or "the root"!r},'
+        if any('lora_' in name for name in problems['unexpected']):
+            require_none(problems, what, 'add LoRA weights with get_peft_model, which makes a PeftModel')
+        require_none(problems, what)
 
     @property
     def _ignored(self) -> set[str]:
@@ -273,12 +249,6 @@ class HuggingFaceExporter(Exporter):
             tied = [name for name in sorted(names) if _matches(declared, name)]
             redundant += tied if len(tied) < len(names) else tied[:-1]
         return redundant
-
-
-def _combine_nbytes(together: Sequence[ExportEntry]) -> int:
-    """Memory for outputs that are made together. Several are cut out of the computed tensor, some as copies."""
-    computed = sum(math.prod(entry.shape) for entry in together) * _FP32_NBYTES
-    return computed * min(len(together), 2) + 2 * max(entry.nbytes for entry in together)
 
 
 def _require_not_quantized(model: PreTrainedModel) -> None:

@@ -19,10 +19,11 @@ from torch import nn
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.base_files import base_folder, base_json
+from xhf_hooks.exporters.on_meta import without_zero_init
 from xhf_hooks.format.dtypes import CODES_BY_NAME, TORCH_DTYPES, is_float
 from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.planning.types import ExportEntry
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
@@ -104,11 +105,30 @@ def _cannot_tell(reason: str) -> OptionError:
     return OptionError('dtype', f'another one, since {reason}', 'base')
 
 
-def kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) -> set[str]:
-    """Those of the tensors that ``from_pretrained`` with this dtype loads in fp32. Asks the installed transformers.
+def cast_to(
+    code: str, entries: Sequence[ExportEntry], own: Mapping[str, TensorSpec], reference: PreTrainedModel
+) -> list[ExportEntry]:
+    """The entries with a dtype, except those that ``from_pretrained`` with this dtype keeps in fp32.
 
-    The rule differs between versions, and between parameters and buffers. So a model with these names, and one element
-    in each tensor, is loaded.
+    Args:
+        own: The tensors that they are made of, by name in the model.
+        reference: The model on the meta device.
+    """
+    floats = [name for name, spec in own.items() if is_float(spec.dtype)]
+    with without_zero_init():
+        kept = {own[name].name for name in _kept_in_fp32(reference, floats, code)}
+    result = []
+    for entry in entries:
+        if is_float(entry.dtype):
+            entry = replace(entry, dtype=code if kept.isdisjoint(entry.reads) else 'F32')
+        result.append(entry)
+    return result
+
+
+def _kept_in_fp32(reference: PreTrainedModel, names: Collection[str], code: str) -> set[str]:
+    """Asks the installed transformers, whose rule differs between versions, and between parameters and buffers.
+
+    So a model with these names, and one element in each tensor, is loaded.
     """
     listed = {
         name: getattr(reference, name, None) for name in ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict')

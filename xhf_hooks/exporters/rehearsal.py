@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,11 +119,8 @@ def load_adapter_and_tell(model: PeftModel, tensors: dict[str, torch.Tensor]) ->
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    shapes = {name: (tuple(tensors[name].shape), tuple(wanted[name].shape)) for name in tensors.keys() & wanted}
-    problems = {
-        'missing': sorted(wanted.keys() - tensors.keys()),
-        'of other shape': [f'{n} {one}, expected {two}' for n, (one, two) in sorted(shapes.items()) if one != two],
-    }
+    problems = differences(_shapes(tensors), _shapes(wanted))
+    problems['unexpected'] = []  # found below
     if not problems['of other shape']:  # which peft refuses
         unexpected = set(set_peft_model_state_dict(model, tensors).unexpected_keys)
         # With modules_to_save and resized embeddings, peft writes these under more names than it reads
@@ -132,7 +129,21 @@ def load_adapter_and_tell(model: PeftModel, tensors: dict[str, torch.Tensor]) ->
     return problems
 
 
-def require_none(problems: Problems, what: str) -> None:
+def differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> Problems:
+    """How the names and shapes of tensors differ."""
+    shapes = {name: (found[name], shape) for name, shape in expected.items() if name in found}
+    return {
+        'missing': [name for name in expected if name not in found],
+        'unexpected': [name for name in found if name not in expected],
+        'of other shape': [f'{name} {one}, expected {two}' for name, (one, two) in shapes.items() if one != two],
+    }
+
+
+def require_none(
+    problems: Problems,
+    what: str,
+    remedy: str = 'if the model is as it should be, register an exporter for it (docs/extending.md)',
+) -> None:
     """Refuse a model whose saves will not load.
 
     Raises:
@@ -141,8 +152,7 @@ def require_none(problems: Problems, what: str) -> None:
     told = '; '.join(f'{len(names)} {problem}: {some(names, 5)}' for problem, names in problems.items() if names)
     if told:
         raise ModelError(
-            f'{what} would not load what a save of this model holds: {told}. Nothing has been saved; if the model is '
-            f'as it should be, register an exporter for it (docs/extending.md)'
+            f'{what} would not load what a save of this model holds: {told}. Nothing has been saved; {remedy}'
         )
 
 
@@ -167,3 +177,7 @@ def _empty(placements: Sequence[Placement]) -> dict[str, torch.Tensor]:
     return {
         place.hf_name: torch.empty(place.shape, dtype=TORCH_DTYPES[place.dtype], device='meta') for place in placements
     }
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}

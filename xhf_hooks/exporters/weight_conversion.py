@@ -9,8 +9,6 @@ elements of one input, such as one of several fused experts, needs no conversion
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.transformers_4.installed import converts_weights, saved_names
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
-from xhf_hooks.format.text import some
 from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
-from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,10 +32,9 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
         model: The model on the meta device; some conversions read its shapes.
         specs: Specs by name in the model, which may differ from the name in the source.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers < 5 only renames
-        return [_unchanged(hf_name, specs[name]) for hf_name, name in _saved_names(model, list(specs)).items()]
+    if not converts_weights():
+        return [_unchanged(hf_name, specs[name]) for hf_name, name in saved_names(model, list(specs)).items()]
+    from transformers.core_model_loading import revert_weight_conversion
 
     inputs = {name: _traced_meta(name, spec) for name, spec in specs.items()}
     outputs = revert_weight_conversion(model, dict(inputs))
@@ -56,32 +52,6 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
                 ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first, storage=tensor.storage_in_memory)
             )
     return entries
-
-
-def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
-    """The name in the model by the name in the files, in the order of ``save_pretrained``.
-
-    transformers 4.52 to 4.57 give vision-language models the names of older versions when they save. So the model's own
-    ``save_pretrained`` is called with numbers instead of tensors. Nothing is written to a disk.
-
-    Raises:
-        ModelError: ``save_pretrained`` fails, or does not write each of the tensors.
-    """
-    trial = copy.copy(model)  # save_pretrained edits the config; the tensors are shared
-    trial.config = copy.deepcopy(model.config)
-    trial.can_generate = lambda: False  # no generation config, which may be invalid
-    shards: dict[str, torch.Tensor] = {}
-    options = dict(is_main_process=False, safe_serialization=False, save_function=lambda shard, _: shards.update(shard))
-    try:
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            numbers = {name: torch.tensor([number], device='cpu') for number, name in enumerate(names)}
-            trial.save_pretrained(folder, state_dict=numbers, **options)
-    except Exception as error:  # a model's class may override save_pretrained
-        raise ModelError(f'save_pretrained of {type(model).__name__} failed with small tensors: {error!r}') from error
-    written = {hf_name: names[int(number)] for hf_name, number in shards.items()}
-    if lost := set(names) - set(written.values()):
-        raise ModelError(f'save_pretrained of {type(model).__name__} does not write {some(sorted(lost), 5)}')
-    return written
 
 
 def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) -> int | None:

@@ -110,10 +110,13 @@ def injected(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ('change', 'said'),
     [
-        (lambda m: setattr(m.model, 'norm', nn.Identity()), r"LlamaForCausalLM.*'llm' differ: missing: model\.norm\.w"),
-        (lambda m: m.model.layers[1].mlp.__setattr__('up_proj', nn.Linear(35, 9, bias=False)), r'found \(9, 35\)'),
+        (lambda m: setattr(m.model, 'norm', nn.Identity()), r"LlamaForCausalLM.*'llm'.*: 1 missing: model\.norm\.w"),
+        (
+            lambda m: m.model.layers[1].mlp.__setattr__('up_proj', nn.Linear(35, 9, bias=False)),
+            r'weight \(9, 35\), expected',
+        ),
         (extended, r'unexpected: extra\.0.*and 4 more'),
-        (injected, 'LoRA weights outside of a PeftModel; add the adapter with get_peft_model'),
+        (injected, 'add LoRA weights with get_peft_model, which makes a PeftModel'),
         (lambda m: setattr(m, 'quantization_method', 'bitsandbytes'), 'LlamaForCausalLM is quantized'),
     ],
 )

@@ -29,8 +29,8 @@ from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
-from xhf_hooks.exporters.base import with_computed
-from xhf_hooks.exporters.lora import WeightMerge
+from xhf_hooks.exporters.computed import with_computed
+from xhf_hooks.exporters.lora_merge import WeightMerge
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
 

@@ -21,14 +21,23 @@ from weakref import WeakKeyDictionary
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.system.calls import naming
 
-CONFIG, JSON, JINJA = 'tokenizer_config.json', 'tokenizer.json', 'chat_template.jinja'
+CONFIG = 'tokenizer_config.json'
+JSON = 'tokenizer.json'
+JINJA = 'chat_template.jinja'
 #: Files of vocabularies, beside those that the class names. transformers 5 often reads only tokenizer.json.
 _VOCABULARIES = (
-    *('tokenizer.model', 'vocab.json', 'merges.txt', 'vocab.txt', 'spiece.model', 'sentencepiece.bpe.model'),
+    'tokenizer.model',
+    'vocab.json',
+    'merges.txt',
+    'vocab.txt',
+    'spiece.model',
+    'sentencepiece.bpe.model',
     'tekken.json',
 )
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
-_EXTRA, _ADDITIONAL, _DECODER = 'extra_special_tokens', 'additional_special_tokens', 'added_tokens_decoder'
+_EXTRA = 'extra_special_tokens'
+_ADDITIONAL = 'additional_special_tokens'
+_DECODER = 'added_tokens_decoder'
 _OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
@@ -94,8 +103,10 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
             return copied, []
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
         return saved, []
-    for base_saved in ({},) if base is None else (base, {}):
-        form = _in_words_of_base(tokenizer, saved, base_saved, base_dir if base_saved else '')
+    forms = [_in_words_of_base(tokenizer, saved, {}, '')]
+    if base is not None:
+        forms.insert(0, _in_words_of_base(tokenizer, saved, base, base_dir))
+    for form in forms:
         if form == saved or is_proven(form):
             return form, []
     needed = json.loads(saved[CONFIG])['tokenizer_class']

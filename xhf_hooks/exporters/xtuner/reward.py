@@ -18,7 +18,8 @@ from torch import nn
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
 from xhf_hooks.exporters.find_model import adapters_in, pretrained_in, quantization_of
-from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter, MergedExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -113,7 +114,7 @@ class RewardExporter(LoraExporter):
         return _HeadedAdapterExporter(path, peft_model, alone=alone)
 
 
-class _HeadedExporter(MergedExporter):
+class _HeadedExporter(HuggingFaceExporter):
     """Exports a backbone and its head as one model of :func:`reward_class`."""
 
     def __init__(

@@ -1,0 +1,67 @@
+"""What an installed transformers 4 does otherwise: it renames weights while it saves, and ties them while it builds."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.format.text import some
+from xhf_hooks.model import names_by_identity
+from xhf_hooks.system.library_settings import quiet
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def converts_weights() -> bool:
+    """Whether the installed transformers converts weights when it loads and saves, as since 5."""
+    return find_spec('transformers.core_model_loading') is not None
+
+
+def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
+    """The name in the model by the name in the files, in the order of ``save_pretrained``.
+
+    transformers 4.52 to 4.57 give vision-language models the names of older versions when they save. So the model's own
+    ``save_pretrained`` is called with numbers instead of tensors. Nothing is written to a disk.
+
+    Args:
+        model: On the meta device.
+
+    Raises:
+        ModelError: ``save_pretrained`` fails, or does not write each of the tensors.
+    """
+    trial = copy.copy(model)  # save_pretrained edits the config; the tensors are shared
+    trial.config = copy.deepcopy(model.config)
+    trial.can_generate = lambda: False  # no generation config, which may be invalid
+    shards: dict[str, torch.Tensor] = {}
+    options = dict(is_main_process=False, safe_serialization=False, save_function=lambda shard, _: shards.update(shard))
+    try:
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            numbers = {name: torch.tensor([number], device='cpu') for number, name in enumerate(names)}
+            trial.save_pretrained(folder, state_dict=numbers, **options)
+    except Exception as error:  # a model's class may override save_pretrained
+        raise ModelError(f'save_pretrained of {type(model).__name__} failed with small tensors: {error!r}') from error
+    written = {hf_name: names[int(number)] for hf_name, number in shards.items()}
+    if lost := set(names) - set(written.values()):
+        raise ModelError(f'save_pretrained of {type(model).__name__} does not write {some(sorted(lost), 5)}')
+    return written
+
+
+def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]:
+    """Names that are not written, and that loading restores since the class ties them to others while it is built.
+
+    transformers 4 loads into a model that it has built, with its ties, such as those of Donut's decoder, unless a
+    device map is given, as in the rehearsal. transformers 5 ties afterwards.
+
+    Args:
+        model: As its class builds it, on the meta device.
+    """
+    groups = (set(names) for _, names in names_by_identity(model))
+    return {name for names in groups if not names.issubset(not_written) for name in names if name in not_written}
