@@ -1,25 +1,60 @@
-"""A test's folder is its marker; what could not be tested on this machine is said where nobody overlooks it."""
+"""What a test needs beyond the modern environment is in its marker ``needs``.
+
+Where a machine lacks it, the test is left out, and that is said where nobody overlooks it.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
+from tests.helpers.faults.moosefs import missing
+from tests.helpers.ranks.processes import absent
 
-#: How a skip's reason begins when the machine lacks what the test needs.
-NOT_TESTED = 'NOT TESTED: '
+TESTS = Path(__file__).parent
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+@functools.cache
+def _may_mount() -> bool:
+    return subprocess.run(['unshare', '--mount', '--net', 'true'], capture_output=True).returncode == 0
+
+
+def _is_ext4_or_xfs() -> bool:
+    kind = subprocess.run(['stat', '-f', '-c', '%T', tempfile.gettempdir()], capture_output=True, text=True).stdout
+    return kind.strip() in ('ext2/ext3', 'xfs')
+
+
+#: What a test may need beyond the modern environment, and whether this machine has it. Such tests are not in the first
+#: tier, which is what a visitor runs (tools/test.sh).
+NEEDS: dict[str, Callable[[], object]] = {
+    'compiler': lambda: shutil.which('cc') and shutil.which('c++'),
+    'ext4 or XFS': _is_ext4_or_xfs,
+    'libaio-dev': Path('/usr/include/libaio.h').exists,
+    'MooseFS': lambda: missing() is None,
+    'root': _may_mount,
+    'stores': lambda: find_spec('s3fs') and find_spec('moto'),
+    'transformers 4': lambda: all((TESTS.parent / f'.overlay-transformers-{v}').exists() for v in ('4.48.0', '4.57.6')),
+    'xfsprogs and btrfs-progs': lambda: not absent(['mkfs.xfs', 'mkfs.btrfs']),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--times', type=int, default=1, help='how often tests/stress kills runs, and saves on a network file system'
     )
+    parser.addoption('--complete', action='store_true', help='fail if a test is left out')
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,11 +63,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize('turn', range(metafunc.config.getoption('--times')), scope='module')
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """tests/unit are marked ``unit``, and so on. Launches come last: what they need is compiled meanwhile."""
+@pytest.hookimpl(trylast=True)  # of what -m, -k and paths have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for another stack, or needs what this machine lacks."""
+    config.stash[LEFT_OUT] = Counter()
+    collected = []
     for item in items:
-        item.add_marker(item.path.relative_to(TESTS).parts[0])
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in ('unit', 'e2e'))
+        if item.get_closest_marker('xtuner_only') and not find_spec('xtuner'):
+            continue
+        needs = [what for marker in item.iter_markers('needs') for what in marker.args]
+        lacking = [what for what in needs if not _has(what)]
+        config.stash[LEFT_OUT].update(lacking)
+        if not lacking:
+            collected.append(item)
+    items[:] = collected
+
+
+@functools.cache
+def _has(what: str) -> bool:
+    return bool(NEEDS[what]())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -43,14 +92,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List what was left out, and why."""
-    reasons: Counter[str] = Counter()
-    for report in terminalreporter.stats.get('skipped', []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if NOT_TESTED in reason:
-            reasons[reason.partition(NOT_TESTED)[2]] += 1
-    if reasons:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was left out, and why."""
+    left_out = config.stash.get(LEFT_OUT, {})
+    if left_out:
         terminalreporter.section('NOT TESTED ON THIS MACHINE', sep='!', red=True, bold=True)
-    for reason, count in reasons.items():
-        terminalreporter.line(f'{count} tests of {reason}', red=True, bold=True)
+    for what, count in left_out.items():
+        terminalreporter.line(f'{count} tests need {what}', red=True, bold=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``--complete``, what was left out or skipped is a failure."""
+    reporter = session.config.pluginmanager.get_plugin('terminalreporter')
+    is_complete = not session.config.stash.get(LEFT_OUT, None) and not reporter.stats.get('skipped')
+    if session.config.getoption('--complete') and not is_complete and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

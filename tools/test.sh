@@ -1,30 +1,28 @@
 #!/usr/bin/env bash
-# All tests in one command, on both stacks. Creates the environments that they need.
+# The tests, in two tiers. Creates the environments that they need.
 #
-#     bash tools/test.sh                          everything, as CI does
-#     bash tools/test.sh --unit [PYTEST OPTIONS]  lint, types and tests/unit; needs neither root nor Debian packages
-#     bash tools/test.sh --coverage               line coverage of tests/unit
-#     bash tools/test.sh --trainers [NAME...]     real trainers (tests/trainers/test_NAME.py), not among everything
-#     bash tools/test.sh --docs                   build the pages of docs/ into docs/_build
-#     bash tools/test.sh PYTEST OPTIONS           selected tests of the modern stack, for example a path
+#     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
+#     bash tools/test.sh --all                 both tiers, as CI does
+#     bash tools/test.sh --rest                second tier: XTuner's stack, kills, faults, file systems, stores, devices
+#     bash tools/test.sh --coverage            line coverage of tests/unit
+#     bash tools/test.sh --trainers [NAME...]  real trainers (tests/trainers/test_NAME.py), in neither tier
+#     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
+#     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
-# Without arguments, three rows of runs go on at the same time, since half of a run is waiting: tests/unit and
-# tests/distributed on the modern stack; tests/stress and the tests of object stores on it; and XTuner's stack, followed
-# by the model families with transformers 4.57 and tests/e2e. The first is shown as it goes.
+# A tier's rows of runs go on at the same time, since half of a run is waiting. The first is shown as it goes, and at the
+# end there are tables of the slowest tests and of the rows.
 #
-# Needs Python 3.11 or 3.12 (--unit: 3.10 to 3.14), a C++ compiler, and root, to mount small file systems and to install
-# Debian packages that tests need. Prints the size of the download; a machine without a GPU needs a sixth of it
-# (docs/versions.md).
+# The first tier needs Python 3.10 to 3.14 and a C++ compiler. The second needs Python 3.11 or 3.12, and root, to mount
+# small file systems and to install Debian packages. Prints the size of the download; a machine without a GPU needs a
+# sixth of it (docs/versions.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
-XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,test_installed.py})
+XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,system/test_installed.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,equivalence,llava,lora,untouched}.py)
 TRAINERS=(trl axolotl swift llamafactory)
-# Runs with object stores go with tests/stress, since that run is shorter
-STORES=(tests/distributed/test_stores.py)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
@@ -64,7 +62,6 @@ AsyncIOBuilder().load()' || rm -rf "$TORCH_EXTENSIONS_DIR/async_io"
 
 lint() {
     use_env .venv
-    echo '== lint'
     ruff check .
     ruff format --check .
     codespell
@@ -73,14 +70,13 @@ lint() {
 
 build_docs() {
     use_env .venv
-    echo '== docs'
     python -m sphinx -q -W --keep-going -b html docs docs/_build
 }
 
+# test_modern NAME PYTEST_OPTIONS...: a run of the modern stack, whose times go to NAME.xml.
 test_modern() {
     use_env .venv
-    echo '== tests, modern stack'
-    python -m pytest -q "$@"
+    python -m pytest -q --junitxml="$logs/$1.xml" -o junit_family=xunit1 "${@:2}"
 }
 
 test_xtuner() {
@@ -88,16 +84,13 @@ test_xtuner() {
     use_env .venv-xtuner
     rm -f "$TORCH_EXTENSIONS_DIR"/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
-    echo "== tests, XTuner's stack"
-    python -m pytest -q -m 'not modern_only' "${XTUNERS[@]}"
+    python -m pytest -q --complete --junitxml="$logs/xtuner.xml" -o junit_family=xunit1 -m 'not modern_only' "${XTUNERS[@]}"
 }
 
 # Families that transformers 4.52 to 4.57 save under other names than they have in memory.
 test_transformers4() {
-    use_env .venv
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
-    echo '== model families, transformers 4.57'
-    python -m pytest -q tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
+    test_modern transformers4 tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
 }
 
 # Line coverage of the unit tests, without those of signal handlers and threads: a handler that interrupts coverage
@@ -111,55 +104,7 @@ measure_coverage() {
     python -m coverage report
 }
 
-if [[ ${1-} == --unit ]]; then
-    shift
-    make_env .venv modern test stores
-    lint
-    test_modern tests/unit "$@"
-    exit
-fi
-
-if [[ ${1-} == --coverage ]]; then
-    make_env .venv modern test stores
-    measure_coverage
-    exit
-fi
-
-if [[ ${1-} == --trainers ]]; then
-    shift
-    make_env .venv modern test stores
-    # Each in an overlay of its own, since they pin different versions
-    for trainer in "${@:-${TRAINERS[@]}}"; do
-        make_overlay "$trainer"
-        (
-            export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
-            test_modern "tests/trainers/test_$trainer.py"
-        )
-    done
-    exit
-fi
-
-if [[ ${1-} == --docs ]]; then
-    make_env .venv modern test docs
-    build_docs
-    exit
-fi
-
-# For DeepSpeed's NVMe operator, a network file system, and file systems to mount
-need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
-make_env .venv modern test stores docs
-# tests/e2e/test_older_readers.py reads with both
-make_overlay transformers-4.48.0
-make_overlay transformers-4.57.6
-set -m
-(compile_operators) >"$logs/operators.log" 2>&1 &
-if [[ $# -gt 0 ]]; then
-    set +m
-    (test_modern "$@")
-    exit
-fi
-
-# run NAME COMMAND...: a run whose output goes to a log
+# run NAME COMMAND...: a run whose output goes to a log.
 run() {
     local name=$1
     shift
@@ -168,19 +113,89 @@ run() {
     [[ $? -eq 0 ]] || echo "$name" >>"$logs/failed"
 }
 
-set +e
-(run xtuner test_xtuner; run transformers4 test_transformers4; run e2e test_modern tests/e2e) &
-(run docs build_docs; run stress test_modern tests/stress "${STORES[@]}") &
-set +m
-(set -e; lint; test_modern tests/unit tests/distributed "${STORES[@]/#/--ignore=}") 2>&1 | tee "$logs/modern.log"
-((PIPESTATUS[0] == 0)) || echo modern >>"$logs/failed"
-# Not for the compiler, which nothing needs any more
-wait %2 %3
-set -e
-cat "$logs"/{docs,stress,xtuner,transformers4,e2e}.log
-[[ -f $logs/failed ]] || exit 0
-for run in $(<"$logs/failed"); do
-    echo "== failed: $run"
-    grep -E '^(FAILED|ERROR) ' "$logs/$run.log" || tail -n 50 "$logs/$run.log"
-done
-exit 1
+# Begin rows in the background; the functions end with the run that is shown as it goes, and then with all others.
+first_tier() {
+    (run lint lint; run unit test_modern unit -m 'not needs' tests/unit) &
+    (run commands test_modern commands -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack) &
+    show distributed test_modern distributed -m 'not needs' tests/distributed
+}
+
+second_tier() {
+    # For DeepSpeed's NVMe operator, a network file system, and file systems to mount
+    need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
+    make_env .venv modern test stores docs
+    # tests/e2e/test_older_readers.py reads with both
+    make_overlay transformers-4.48.0
+    make_overlay transformers-4.57.6
+    compile_operators >"$logs/operators.log" 2>&1 &
+    local compiling=$!
+    (run xtuner test_xtuner; run transformers4 test_transformers4; run docs build_docs) &
+    show stress test_modern stress --complete tests/stress
+    show needs test_modern needs --complete -m needs tests/{unit,distributed,e2e} --ignore=tests/e2e/xtuner_stack
+    wait "$compiling"
+}
+
+# show NAME COMMAND...: a run that is shown as it goes.
+show() {
+    set +m
+    (set -e; "${@:2}") 2>&1 | tee "$logs/$1.log"
+    ((PIPESTATUS[0] == 0)) || echo "$1" >>"$logs/failed"
+    set -m
+}
+
+# run_tiers TIER...: run them, show the logs and the times; fails if a run did.
+run_tiers() {
+    local tier name
+    set +e -m
+    for tier; do
+        SECONDS=0
+        "$tier"
+        wait
+        echo "$tier $SECONDS" >>"$logs/tiers"
+    done
+    set -e +m
+    for name in lint unit commands xtuner transformers4 docs; do
+        [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
+    done
+    .venv/bin/python tools/test_times.py "$logs"
+    [[ -f $logs/failed ]] || exit 0
+    for name in $(<"$logs/failed"); do
+        echo "== failed: $name"
+        grep -E '^(FAILED|ERROR) ' "$logs/$name.log" || tail -n 50 "$logs/$name.log"
+    done
+    exit 1
+}
+
+case ${1-} in
+    '' | --all)
+        make_env .venv modern test
+        run_tiers first_tier ${1:+second_tier}
+        ;;
+    --rest)
+        run_tiers second_tier
+        ;;
+    --coverage)
+        make_env .venv modern test
+        measure_coverage
+        ;;
+    --trainers)
+        shift
+        make_env .venv modern test stores
+        # Each in an overlay of its own, since they pin different versions
+        for trainer in "${@:-${TRAINERS[@]}}"; do
+            make_overlay "$trainer"
+            (
+                export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
+                test_modern "$trainer" "tests/trainers/test_$trainer.py"
+            )
+        done
+        ;;
+    --docs)
+        make_env .venv modern test docs
+        build_docs
+        ;;
+    *)
+        make_env .venv modern test
+        test_modern selected "$@"
+        ;;
+esac

@@ -20,6 +20,8 @@ from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 
+pytestmark = pytest.mark.needs('compiler')
+
 BUCKET_NBYTES = 64_000
 OFFLOAD: dict[str, Any] = dict(device='cpu', pin_memory=True)
 #: Fields of DeepSpeed's section; None without DeepSpeed.

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.checks.compare import assert_loads_clean
 from tests.helpers.ranks import namespaces
 from tests.helpers.ranks.launch import run_ranks
@@ -48,6 +50,7 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
     namespaces.enter(int(meeting.read_text()), 'mnt')
 
 
+@pytest.mark.needs('root')
 def test_on_separate_file_systems_node_0_has_it_all_and_the_log_says_why(tmp_path):
     from transformers import LlamaForCausalLM
 

@@ -16,6 +16,8 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import engines
 from tests.helpers.runs.engines import zero_engine
 
+pytestmark = pytest.mark.needs('compiler', 'libaio-dev')
+
 N_BUFFERS = 5  # DeepSpeed's default; fewer than there are parameters on NVMe
 BUCKET_SIZE = 250_000  # an eighth of a parameter
 PARAMETERS = dict(device='nvme', buffer_count=N_BUFFERS, buffer_size=3_600_000, max_in_cpu=0)

@@ -19,6 +19,8 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
+pytestmark = pytest.mark.needs('stores')
+
 N_RANKS = 2
 SMALL = dict(bucket_size=20_000, max_shard_size=9_000)
 EACH = dict(interval=1, by_epoch=False)

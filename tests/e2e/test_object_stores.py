@@ -12,6 +12,8 @@ from xhf_hooks.errors import StoreError
 from xhf_hooks.places import objects
 from xhf_hooks.places.objects import Store
 
+pytestmark = pytest.mark.needs('stores')
+
 PART = 16 * 2**20
 
 

@@ -22,6 +22,8 @@ from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.sources import source_for
 
+pytestmark = pytest.mark.needs('transformers 4')
+
 READERS = ('4.57.6', '4.48.0')
 LLAMA_3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 EXTRA = ('extra_special_tokens', 'additional_special_tokens')
@@ -64,7 +66,7 @@ def build(family: str, rope: dict[str, Any], base: Path) -> Any:
 def run_with_transformers(version: str, program: str, *arguments: Path) -> None:
     """Run a program of tests/helpers with the packages of a folder that tools/env.sh makes."""
     overlay = REPO_ROOT / f'.overlay-transformers-{version}'
-    assert (overlay / 'transformers').is_dir(), f'{overlay}: no transformers there; bash tools/test.sh makes it'
+    assert (overlay / 'transformers').is_dir(), f'{overlay}: no transformers there; bash tools/test.sh --rest makes it'
     environment = {**os.environ, 'PYTHONPATH': f'{overlay}{os.pathsep}{REPO_ROOT}', 'HF_HUB_OFFLINE': '1'}
     command = [sys.executable, str(REPO_ROOT / 'tests' / 'helpers' / program), *map(str, arguments)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -75,7 +77,7 @@ def run_with_transformers(version: str, program: str, *arguments: Path) -> None:
 def saved(tmp_path_factory):
     """Folders by case, with the tokenizer and the logits of the model that was saved; and the folders of the bases."""
     root = tmp_path_factory.mktemp('older_readers')
-    run_with_transformers('4.57.6', 'older_bases.py', root / 'bases')
+    run_with_transformers('4.57.6', 'models/older_bases.py', root / 'bases')
     expected = {}
     for name, (base, family, rope) in MODELS.items():
         at = root / 'bases' / f'{name}_base'
@@ -124,7 +126,7 @@ def read(saved, processors, tmp_path_factory):
     _, root, made = processors
     for version in READERS:
         folders = [saved[case][0] for case in CASES] + [root / kind for kind in made]
-        run_with_transformers(version, 'reader.py', out / version, *folders)
+        run_with_transformers(version, 'checks/reader.py', out / version, *folders)
         found[version] = torch.load(out / version, weights_only=False)
     return found
 

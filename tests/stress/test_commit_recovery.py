@@ -129,6 +129,7 @@ def as_root():
         os.seteuid(NOBODY)
 
 
+@pytest.mark.needs('root')
 @pytest.mark.parametrize('takes_all', [False, True])
 def test_an_evaluation_as_another_user_wrote_into_a_save(nobodys_folder, takes_all):
     """In a container it is root; its results stay, and saves and runs go on. What cannot be deleted is told once."""

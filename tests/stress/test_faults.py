@@ -28,6 +28,8 @@ from tests.helpers.checks.assert_intact import check_all, hidden
 from tests.helpers.faults.fault_layer import fault, launch, no_exchange
 from tests.helpers.ranks.scenarios import check
 
+pytestmark = pytest.mark.needs('root', 'compiler')
+
 WORLD_SIZE = 3
 LAST = WORLD_SIZE - 1
 EIO, ENOSPC = errno.EIO, errno.ENOSPC

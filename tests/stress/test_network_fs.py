@@ -17,18 +17,15 @@ from unittest import mock
 
 import pytest
 
-from tests.conftest import NOT_TESTED
 from tests.helpers.checks.assert_intact import check_all
 from tests.helpers.faults import network_saves as saves
 from tests.helpers.faults.kill_runs import NAME, tiny_model
-from tests.helpers.faults.moosefs import Host, MooseFS, missing, moosefs
+from tests.helpers.faults.moosefs import Host, MooseFS, moosefs
 from tests.helpers.faults.network_saves import Way, look
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import check, run_scenarios_on_rank
 
-pytestmark = pytest.mark.skipif(
-    missing() is not None, reason=f'{NOT_TESTED}saves on a network file system: {missing()}'
-)
+pytestmark = pytest.mark.needs('MooseFS')
 
 CACHE_SECS = 60.0
 #: Hosts of ranks 0, 1, ..., and how they save five times in a row.

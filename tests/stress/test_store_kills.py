@@ -21,6 +21,8 @@ from tests.helpers.ranks.launch import start_process
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
+pytestmark = pytest.mark.needs('stores')
+
 SAVES = (1, 2)
 #: Of so many requests one is deadly here, for all ranks and for one in turn; 1 tries all, for an hour.
 STRIDE = 14

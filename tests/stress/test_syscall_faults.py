@@ -27,6 +27,8 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 
+pytestmark = pytest.mark.needs('root', 'compiler')
+
 NAME = 'hf_model'
 LEAST_CALLS = 50  # of a run of one save; fewer would mean that the layer sees too little
 STRIDE = 4

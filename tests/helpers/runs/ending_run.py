@@ -24,6 +24,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.store import StoredSaves
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.system.threads import Background
@@ -89,6 +90,7 @@ def hold_back() -> None:
 
     Saver.start, OutputFile.write = start_second, write_second
     StoredSaves.publish, Background.wait = publish_late, wait_at_end
+    Uploads.patience_secs = 1.0  # with ranks that have ended
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def chatting(tokenizer, template: dict):
     return for_run(tokenizer, template)[0]
 
 
-@pytest.mark.skipif(not HAS_XTUNER, reason='xtuner is the judge')
+@pytest.mark.xtuner_only
 @pytest.mark.parametrize('dialogue_name', DIALOGUES)
 @pytest.mark.parametrize('name', TEMPLATES)
 def test_text_and_ids_are_those_of_training(name, dialogue_name, plain):

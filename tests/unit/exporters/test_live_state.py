@@ -84,6 +84,7 @@ def test_generation_settings_of_parts(name, tmp_path):
     assert model.generation_config.to_dict() == before
 
 
+@pytest.mark.modern_only
 def test_layers_that_the_base_announces_and_the_class_does_not_load(tmp_path):
     """Such as those for multi-token prediction of DeepSeek-V3 and GLM-4.5."""
     if not available('deepseek_v3'):

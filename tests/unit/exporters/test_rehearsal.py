@@ -36,7 +36,10 @@ def changed(placements: list[Placement], name: str, **fields: Any) -> list[Place
     return [replace(place, **fields) if place.hf_name == name else place for place in placements]
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3_moe', 'gpt2', 't5', 'qwen2_vl', 'llava', 'whisper'])
+FAMILIES = ['llama', 'qwen2', 'gpt2', 't5', 'qwen2_vl', 'llava', 'whisper']
+
+
+@pytest.mark.parametrize('family', [*FAMILIES, pytest.param('qwen3_moe', marks=pytest.mark.modern_only)])
 def test_what_is_right_is_silent(family):
     if not available(family):
         pytest.skip('not in this transformers')
@@ -60,6 +63,7 @@ def test_a_renamed_key_and_a_wrong_shape(fields, said):
         exporter.rehearse(changed(placements, NORM, **fields))
 
 
+@pytest.mark.modern_only
 def test_an_unfused_expert_that_is_missing():
     """transformers 5 fuses experts when it loads them."""
     if not available('qwen3_moe'):

@@ -14,19 +14,11 @@ import pytest
 
 from tests.unit.writers.test_output_file import MB, answer, cached_nbytes, random_bytes
 from xhf_hooks.system import calls
-from xhf_hooks.writers import direct
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
+pytestmark = pytest.mark.needs('ext4 or XFS')
+
 NBYTES = 40 * MB + 5000
-
-
-@pytest.fixture(autouse=True)
-def disk(tmp_path):
-    fd = os.open(tmp_path, os.O_RDONLY)
-    found = direct._file_system(fd)
-    os.close(fd)
-    if found not in direct._FILE_SYSTEMS:
-        pytest.skip(f'NOT TESTED: {tmp_path} is on a file system of kind {found:#x}, not on ext4 or XFS')
 
 
 def content_at(offset: int, off_by: int = 0) -> memoryview:
