@@ -98,10 +98,13 @@ def export_of(finished: Any, name: str) -> Path:
 
 @pytest.mark.parametrize('name', MMENGINE_RUNS)
 def test_the_hooks_bytes(finished, name, tmp_path):
-    """From the work_dir alone, whose last checkpoint is taken."""
+    """From the work_dir alone, whose last checkpoint is taken, and whose hook tells what was trained."""
     expected = export_of(finished, name)
-    folder = convert(finished[0] / name, tmp_path / 'out', '--base', expected, '--workers', '3')
+    options = ('--lora', 'both') if 'lora' in name else ()
+    folder = convert(finished[0] / name, tmp_path / 'out', '--workers', '3', *options)
     assert_same_files(folder, expected)
+    if 'lora' in name:
+        assert {'adapter', 'generation_config.json', 'tokenizer.json'} <= {path.name for path in folder.iterdir()}
     manifests = [json.loads((each / 'xhf_manifest.json').read_text()) for each in (folder, expected)]
     for key in ('step', 'iteration'):
         assert manifests[0][key] == manifests[1][key]
@@ -165,6 +168,8 @@ def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, cap
     folder = finished[0] / 'below_a_wrapper'
     found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base')
     assert_same_files(found, folder / 'hook')
+    assert json.loads((found / 'generation_config.json').read_text())['temperature'] == 0.6
+    assert (found / 'tokenizer.json').read_bytes() == (folder / 'base' / 'tokenizer.json').read_bytes()
     assert 'not in the model: _forward_module.temperature.weight' in capsys.readouterr().err
 
 
@@ -248,7 +253,8 @@ def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finishe
     checkpoint = finished[0] / 'tokens_lora_zero3' / 'run' / 'checkpoint-2'
     for mode in ('adapter', 'merge'):
         assert main([str(checkpoint), str(tmp_path / 'out'), '--lora', mode]) == 2
-        assert 'has 133 tokens, but the model has embeddings for 131' in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert 'has 133 tokens' in said and '131 rows' in said and 'nobody saved' in said and '--base' in said
         assert not (tmp_path / 'out').exists()
 
 

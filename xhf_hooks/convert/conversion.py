@@ -216,6 +216,7 @@ class Conversion:
         options, plan = self._options, self.outputs.plan
         tokenizer, eos_token_ids, notes = tokenizer_of_run(
             self._config,
+            self._meta_model.module,
             self._exporter,
             self._checkpoint.found.path,
             options.base,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from xhf_hooks.exporters.rehearsal import load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -34,13 +35,12 @@ class BaseWeights:
 
     Attributes:
         tensors: By name in the model. Those that the model lacks are left out.
-        conversions: What ``from_pretrained`` records in ``_weight_conversions`` of the model, for ``save_pretrained``;
-            None if it records nothing.
+        loaded: The model as ``from_pretrained`` makes it, on the meta device; None if it could not be loaded.
         notes: For the user.
     """
 
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    conversions: list[Any] | None = None
+    loaded: PreTrainedModel | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -72,16 +72,22 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
         for name, tensor in module_tensors(model)
         if isinstance(tensor, _Recorded)
     }
-    return BaseWeights(tensors, getattr(model, '_weight_conversions', None))
+    return BaseWeights(tensors, model)
 
 
 def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], last_made: _LastMade) -> StoredTensor:
     if tensor.unchanged is not None:
         return stored[tensor.unchanged]
     made_of = [stored[name] for name in tensor.sources]
-    nbytes = sum(one.read_nbytes(False) for one in made_of)
-    shape, dtype = tuple(tensor.shape), made_of[0].dtype
-    return _MadeTensor(name, shape, dtype, (), make=tensor.make, last_made=last_made, stored_nbytes=nbytes)
+    return _MadeTensor(
+        name,
+        tuple(tensor.shape),
+        made_of[0].dtype,
+        trained=(),
+        make=tensor.make,
+        last_made=last_made,
+        stored_nbytes=sum(one.read_nbytes(False) for one in made_of),
+    )
 
 
 class _LastMade:
@@ -128,7 +134,7 @@ class _Recorded(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
-        operands = [one for one in _flat((args, kwargs)) if isinstance(one, _Recorded)]
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _Recorded)]
         several = isinstance(result, (list, tuple))
         for place, made in enumerate(result if several else [result]):
             if not isinstance(made, _Recorded) or any(made is one for one in operands):
@@ -136,7 +142,8 @@ class _Recorded(torch.Tensor):
             first = operands[0]
             made.sources = tuple(dict.fromkeys(name for one in operands for name in one.sources))
             if len(operands) == 1 and func.__name__ in _UNCHANGED and made.shape == first.shape:
-                made.unchanged, made.make = first.unchanged, first.make
+                made.unchanged = first.unchanged
+                made.make = first.make
             else:
                 made.unchanged = None
                 made.make = _replay(func, args, kwargs, place if several else None)
@@ -145,27 +152,16 @@ class _Recorded(torch.Tensor):
 
 def _recorded(tensor: StoredTensor) -> _Recorded:
     found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta').as_subclass(_Recorded)
-    found.sources, found.unchanged, found.make = (tensor.name,), tensor.name, lambda: tensor.trained[0]
+    found.sources = (tensor.name,)
+    found.unchanged = tensor.name
+    found.make = lambda: tensor.trained[0]
     return found
 
 
 def _replay(func: Any, args: Any, kwargs: Any, place: int | None) -> Callable[[], torch.Tensor]:
     def make() -> torch.Tensor:
-        result = func(*_real(args), **_real(kwargs))
+        real_args, real_kwargs = tree_map(lambda one: one.make() if isinstance(one, _Recorded) else one, (args, kwargs))
+        result = func(*real_args, **real_kwargs)
         return result if place is None else result[place]
 
     return make
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, _Recorded):
-        return value.make()
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(map(_real, value))
-    return {key: _real(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for one in value for leaf in _flat(one)]
-    return _flat(list(value.values())) if isinstance(value, dict) else [value]

@@ -129,79 +129,70 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is not Python, or inherits from another config.
     """
-    values = _Values()
+    names: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # invalid escape sequences
             tree = ast.parse(text)
         for statement in tree.body:
-            values.read(statement)
+            _read_statement(statement, names)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'{where}: not a config: {type(error).__name__}: {str(error)[:200]}; give another with --config'
         ) from None
-    if '_base_' in values.names:
+    if '_base_' in names:
         raise ConfigError(
             f'{where}: it inherits from another config, and base configs are not read; give --config the complete '
             f'config that MMEngine dumped into the work_dir'
         )
-    return {name: value for name, value in values.names.items() if not isinstance(value, _Imported)}
+    return {name: value for name, value in names.items() if not isinstance(value, _Imported)}
 
 
-class _Values(ast.NodeTransformer):
-    """Replaces each expression, from the inside out, by a constant with its value or with :class:`Unread`.
+def _read_statement(node: ast.stmt, names: dict[str, Any]) -> None:
+    """Update what names mean. Those that it may change, other than by ``name = value``, become :class:`Unread`."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
+        for alias in node.names:
+            name = alias.asname or alias.name.partition('.')[0]
+            names[name] = _Imported(module + alias.name if module or alias.asname else name)
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        value = _value(node.value, names)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):  # a field, even if its value is an imported name
+                names[target.id] = str(value) if isinstance(value, _Imported) else value
+    elif not isinstance(node, ast.Expr):
+        stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+        names.update((inner.id, _unread(node)) for inner in stored if not isinstance(inner.ctx, ast.Load))
 
-    Attributes:
-        names: What each name means so far.
-    """
 
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {}
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of an expression, which may consist of values and of what is :class:`Unread`."""
+    try:
+        match node:
+            case ast.Name():
+                return names[node.id]
+            case ast.Attribute():
+                owner = _value(node.value, names)
+                return _Imported(f'{owner}.{node.attr}') if isinstance(owner, _Imported) else _unread(node)
+            case ast.List():
+                return [_value(item, names) for item in node.elts]
+            case ast.Tuple():
+                return tuple(_value(item, names) for item in node.elts)
+            case ast.Dict() if None not in node.keys:  # as in {**other}
+                return {
+                    _value(key, names): _value(item, names) for key, item in zip(node.keys, node.values, strict=True)
+                }
+            case ast.Call(func=ast.Name(id=name)) if _makes_dict(names.get(name, name)):
+                # MMEngine dumps dict({'a-b': 1}) where keys are no names
+                given = [_value(argument, names) for argument in node.args]
+                return dict(*given, **{word.arg: _value(word.value, names) for word in node.keywords})
+        return ast.literal_eval(node)
+    except (KeyError, TypeError, ValueError):
+        return _unread(node)
 
-    def read(self, node: ast.stmt) -> None:
-        """Read one statement. Names that it may change, other than by ``name = value``, become :class:`Unread`."""
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
-            for alias in node.names:
-                name = alias.asname or alias.name.partition('.')[0]
-                self.names[name] = _Imported(module + alias.name if module or alias.asname else name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            value = self.visit(node.value).value
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):  # a field, even if its value is an imported name
-                    self.names[target.id] = str(value) if isinstance(value, _Imported) else value
-        elif not isinstance(node, ast.Expr):
-            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
-            self.names |= {inner.id: _unread(node) for inner in stored if not isinstance(inner.ctx, ast.Load)}
 
-    def visit(self, node: ast.AST) -> Any:
-        """The constant of an expression; what else there is, such as keywords, as it was."""
-        found = super().visit(node)
-        if not isinstance(node, ast.expr):
-            return found
-        try:
-            return ast.Constant(ast.literal_eval(found))
-        except (ValueError, TypeError):
-            return ast.Constant(_unread(node))  # type: ignore[arg-type]
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(self.names[node.id]) if node.id in self.names else node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        owner = self.visit(node.value).value
-        return ast.Constant(_Imported(f'{owner}.{node.attr}')) if isinstance(owner, _Imported) else node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        """``dict(...)`` and MMEngine's ``ConfigDict(...)``; ``dict({'a-b': 1})`` has keys that are no names."""
-        name = node.func.id if isinstance(node.func, ast.Name) else ''
-        if not str(self.names.get(name, name)).endswith(('dict', '.ConfigDict')):
-            return node
-        given = [self.visit(argument).value for argument in node.args]
-        named = {keyword.arg: self.visit(keyword.value).value for keyword in node.keywords}
-        try:
-            return ast.Constant(dict(*given, **named))  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # of what is not read, or is no dict
-            return node
+def _makes_dict(function: Any) -> bool:
+    return function == 'dict' or str(function).endswith('.ConfigDict')
 
 
 def _unread(node: ast.AST) -> Unread:

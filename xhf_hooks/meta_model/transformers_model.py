@@ -16,18 +16,15 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
-from xhf_hooks.exporters.on_meta import call_on_meta
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-#: Arguments of ``from_pretrained`` that are not fields of the config, or that an untrusted config must not set.
-_NOT_OF_THE_CONFIG = (
-    *('type', 'pretrained_model_name_or_path', 'auto_map', 'torch_dtype', 'dtype', 'name_or_path'),
-    *('quantization_config', 'architectures', 'use_cache'),
-)
+#: Fields of the config that an argument of ``from_pretrained`` does not set, or that an untrusted one must not.
+_NOT_FIELDS = ('auto_map', 'torch_dtype', 'dtype', 'name_or_path', 'quantization_config', 'architectures', 'use_cache')
 #: Of peft (``AutoPeftModelFor...`` in ``auto.py``).
 _CLASSES_OF_TASKS = {
     'CAUSAL_LM': 'AutoModelForCausalLM',
@@ -77,7 +74,7 @@ def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         known = hasattr(config, name) and not name.startswith('_')
         is_plain = isinstance(value, (str, int, float, bool, dict, list, type(None)))
-        if known and is_plain and name not in _NOT_OF_THE_CONFIG:
+        if known and is_plain and name not in _NOT_FIELDS:
             setattr(config, name, value)
 
 
@@ -106,12 +103,27 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         if kind is None:
             kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
         make = partial(kind.from_config, trust_remote_code=remote) if hasattr(kind, 'from_config') else kind
-        model = call_on_meta(lambda: make(copy.deepcopy(config)))
-        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
+        model = build_on_meta(make, config)
         config.to_json_string()  # as is done when the weights are written
         if model.can_generate() and base_file(base, 'generation_config.json') is not None:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(base, local_files_only=True)
+            model.generation_config = generation_config_in(base)
     return model
+
+
+def generation_config_in(folder: str) -> GenerationConfig:
+    """Read the ``generation_config.json`` of a folder, or of a name in the local hub cache."""
+    from transformers import GenerationConfig
+
+    with refused_as(BaseModelError, f'{folder}: its generation_config.json cannot be loaded'):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def take_dtypes_of_parts(config: PretrainedConfig, loaded: PretrainedConfig) -> None:
+    """Give parts of a composite config without a dtype the one that ``from_pretrained`` gives them."""
+    option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
+    for name, part in vars(config).items():
+        if hasattr(part, 'model_type') and getattr(part, option, None) is None:
+            setattr(part, option, getattr(vars(loaded).get(name), option, None))
 
 
 def first_architecture(architectures: Any) -> str | None:
@@ -171,19 +183,17 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
     has_edited = False
     for tensor, names in names_by_identity(model):
-        is_embedding, rows = tensor is embedding, tuple(tensor.shape)[:1]
-        if not is_embedding and rows != (n_labels,):
+        if tensor is not embedding and tensor.shape[:1] != (n_labels,):
             continue
         ends = tuple(f'.{name}' for name in names)
         found = {shape for there, shape in trained.items() if there.endswith(ends)}
-        found = {shape for shape in found if shape[1:] == tuple(tensor.shape)[1:] and shape[:1] != rows}
-        if len(found) != 1:
+        wanted = {shape[0] for shape in found if shape[1:] == tensor.shape[1:]} - {len(tensor)}
+        if len(wanted) != 1:
             continue
-        ((wanted, *_),) = found
-        if is_embedding:
-            _change_vocabulary(config, wanted - len(tensor))
+        if tensor is embedding:
+            _change_vocabulary(config, wanted.pop() - len(tensor))
         else:
-            config.num_labels = wanted
+            config.num_labels = wanted.pop()
         has_edited = True
     return has_edited
 

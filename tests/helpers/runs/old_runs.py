@@ -20,6 +20,8 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
     'zero3_fp32_training': dict(stage=3, bf16=False),
     'runner': dict(stage=None, ddp=True),
+    'zero2_lora': dict(stage=2, model=dict(lora=True), hook=dict(lora='both')),
+    'zero3_lora': dict(stage=3, model=dict(lora=True), hook=dict(lora='both')),
 }
 #: Ways to save a model from a base of mixed dtypes.
 MIXED_WAYS: dict[str, dict[str, Any]] = {
@@ -30,11 +32,27 @@ MIXED_WAYS: dict[str, dict[str, Any]] = {
 
 
 def mmengine_run(name: str, work_dir: Path) -> str:
-    """A run with the hook; returns its log_dir."""
+    """A run with the hook; returns its log_dir. Adapters are trained from ``work_dir/base``."""
+    from tests.helpers.models.zoo.llamas import odd_llama
     from tests.helpers.runs.toy_run import run_config, train
 
     options = {'hook': {}, **MMENGINE_RUNS[name]}
+    if 'lora' in options['hook']:
+        save_base(odd_llama(), work_dir / 'base')
+        options['model'] = {**options['model'], 'base': str(work_dir / 'base')}
     return train(run_config(work_dir, **options)).log_dir
+
+
+def save_base(model: Any, folder: Path) -> None:
+    """Save a base model with a generation config and a tokenizer. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    from tests.helpers.models.model_folder import save_tokenizer
+
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+        save_tokenizer(folder, 131)
+    dist.barrier()
 
 
 def plain_deepspeed(
@@ -81,22 +99,21 @@ def _trained_engine(model: Any, stage: int, folder: Path, **options: Any) -> Any
 def below_a_wrapper(folder: Path) -> None:
     """A checkpoint as Lightning has it: a model and a small module, below a wrapper; and the hook's export."""
     import torch
-    import torch.distributed as dist
 
     from tests.helpers.models.zoo import build
-    from tests.helpers.runs.engines import save_folder, zero_engine
+    from tests.helpers.runs.engines import zero_engine
+    from xhf_hooks import save_hf
 
     model = build('llama').bfloat16()
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / 'base')
-    dist.barrier()
+    model.generation_config.update(do_sample=True, temperature=0.6)
+    save_base(model, folder / 'base')
     model.config._name_or_path = model.name_or_path = str(folder / 'base')
     wrapper, task = torch.nn.Module(), torch.nn.Module()
     task.model, task.temperature = model, torch.nn.Linear(1, 1, dtype=torch.bfloat16)
     wrapper._forward_module = task
     engine = zero_engine(wrapper, 2)
     engine.save_checkpoint(str(folder / 'checkpoint'), tag='checkpoint')
-    save_folder(engine.module, folder / 'hook')
+    save_hf(engine, folder / 'hook')
 
 
 def trained_alone(family: str, folder: Path) -> None:
@@ -130,21 +147,16 @@ def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, fo
     Runs on: all ranks.
     """
     import torch
-    import torch.distributed as dist
     from transformers import AutoTokenizer
 
     from tests.helpers.models.adapted import adapt
     from tests.helpers.models.families import MODELS
-    from tests.helpers.models.model_folder import save_tokenizer
     from tests.helpers.models.zoo import build
     from tests.helpers.runs.frontends import trainer_run
 
     built, base = build(family, models=MODELS), folder / 'base'
-    if dist.get_rank() == 0:
-        built.generation_config.update(do_sample=True, temperature=0.6)
-        built.save_pretrained(base)
-        save_tokenizer(base, 131)
-    dist.barrier()
+    built.generation_config.update(do_sample=True, temperature=0.6)
+    save_base(built, base)
     model = type(built).from_pretrained(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(['<call>', '<reply>'])

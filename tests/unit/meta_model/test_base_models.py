@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import edit_json, save_tokenizer
 from tests.helpers.models.zoo import available, build
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
+from xhf_hooks.exporters.base_files import PROCESSOR_FILES
 
 WEIGHTS = 'model.safetensors'
 
@@ -45,11 +47,11 @@ def adapted(model: Any, **lora: Any) -> Any:
     return found
 
 
-def checkpoint_of(model: Any, folder: Path, *, whole: bool = False) -> Path:
+def checkpoint_of(model: Any, folder: Path, *, whole: bool = False, prefix: str = '') -> Path:
     """What was trained, or all of it, and the adapter's config."""
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or whole}
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     folder.mkdir(parents=True)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name in trained or whole}
+    state = {f'{prefix}{name}': tensor for name, tensor in model.state_dict().items() if whole or name in trained}
     torch.save({'state_dict': state}, folder / 'iter_2.pth')
     if hasattr(model, 'peft_config'):
         model.peft_config['default'].save_pretrained(folder)
@@ -60,10 +62,7 @@ def assert_converted_as_by_the_hook(model: Any, folder: Path, *, whole: bool = F
     checkpoint = checkpoint_of(model, folder / 'run', whole=whole)
     for mode in ('adapter', 'merge'):
         save_hf(model, folder / f'hook_{mode}', lora=mode)
-        found = convert(checkpoint, folder / mode, '--lora', mode)
-        assert_same_folder_tensors(found, folder / f'hook_{mode}')
-        if mode == 'adapter' or not hasattr(model.config, 'vision_config'):
-            assert_same_files(found, folder / f'hook_{mode}')
+        assert_same_files(convert(checkpoint, folder / mode, '--lora', mode), folder / f'hook_{mode}')
 
 
 @pytest.mark.parametrize(
@@ -111,44 +110,57 @@ def named_on_the_hub(tmp_path, monkeypatch):
     return repository / 'snapshots' / 'abc'
 
 
-def test_a_base_that_xtuners_config_names_as_on_the_hub(named_on_the_hub, tmp_path):
-    model = adapted(from_base(named_on_the_hub))
-    state = {f'llm.{name}': p for name, p in model.named_parameters() if p.requires_grad}
-    for name in ('organization/base', named_on_the_hub):
-        run = tmp_path / Path(name).name
-        run.mkdir()
-        torch.save({'state_dict': state}, run / 'iter_2.pth')
-        (run / 'config.py').write_text(
-            f"""model = dict(
-                type='xtuner.model.SupervisedFinetune',
-                llm=dict(
-                    type='transformers.LlavaForConditionalGeneration.from_pretrained',
-                    pretrained_model_name_or_path={str(name)!r},
-                ),
-                lora=dict(type='peft.LoraConfig', r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'),
-            )"""
-        )
-        convert(run / 'iter_2.pth', run / 'out', '--lora', 'both')
-    assert_same_folder_tensors(tmp_path / 'base' / 'out', tmp_path / 'abc' / 'out')
+XTUNERS_CONFIG = """model = dict(
+    type='xtuner.model.SupervisedFinetune',
+    llm=dict(
+        type='transformers.LlavaForConditionalGeneration.from_pretrained', pretrained_model_name_or_path={base!r}
+    ),
+    lora=dict(type='peft.LoraConfig', r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'),
+)"""
 
 
-@pytest.mark.parametrize('by', ['adapter_config.json', '--base'])
+@pytest.mark.parametrize('by', ['config.py', 'adapter_config.json', '--base'])
 def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
-    by_path, by_name = tmp_path / 'by_path', tmp_path / 'by_name'
     model = adapted(from_base(named_on_the_hub))
-    checkpoint = checkpoint_of(model, tmp_path / 'run')
-    fields = json.loads((checkpoint.parent / 'adapter_config.json').read_text())
-    given = ['--base', 'organization/base'] if by == '--base' else []
-    if not given:
-        fields['base_model_name_or_path'] = 'organization/base'
-        (checkpoint.parent / 'adapter_config.json').write_text(json.dumps(fields))
-    for mode in ('adapter', 'merge'):
-        expected = folder_tensors(convert(checkpoint, by_path / mode, '--base', named_on_the_hub, '--lora', mode))
-        found = folder_tensors(convert(checkpoint, by_name / mode, '--lora', mode, *given))
-        assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
-    if not given:
-        written = json.loads((by_name / 'adapter' / 'adapter_config.json').read_text())
+    for base in (str(named_on_the_hub), 'organization/base'):
+        run = tmp_path / Path(base).name
+        checkpoint = checkpoint_of(model, run, prefix='llm.' if by == 'config.py' else '')
+        if by == 'config.py':
+            (run / by).write_text(XTUNERS_CONFIG.format(base=base))
+        else:
+            edit_json(run / 'adapter_config.json', base_model_name_or_path=base if by != '--base' else 'gone')
+        given = ['--base', base] if by == '--base' else []
+        convert(checkpoint, run / 'out', '--lora', 'both', *given)
+    by_path, by_name = tmp_path / 'abc' / 'out', tmp_path / 'base' / 'out'
+    for part in ('', 'adapter'):
+        assert_same_folder_tensors(by_name / part, by_path / part)
+    if by == 'adapter_config.json':
+        written = json.loads((by_name / 'adapter' / by).read_text())
         assert written['base_model_name_or_path'] == 'organization/base', 'not the path on this machine'
+
+
+def test_a_processor_beside_a_checkpoint_comes_before_the_bases(tmp_path):
+    """Trainer puts it beside the config: with its own image size, tokens and chat template."""
+    base, run = base_of('llava', tmp_path / 'base'), tmp_path / 'run'
+    save_tokenizer(base, 131)
+    images = transformers.CLIPImageProcessor(size={'shortest_edge': 8}, crop_size={'height': 8, 'width': 8})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    transformers.LlavaProcessor(images, tokenizer, patch_size=4, chat_template=template).save_pretrained(base)
+    model, processor = from_base(base), transformers.AutoProcessor.from_pretrained(base)
+    processor.tokenizer.add_tokens(['<call>'])
+    model.resize_token_embeddings(len(processor.tokenizer))
+    processor.chat_template = f'<call>{template}'
+    processor.image_processor.size = {'shortest_edge': 16}
+    checkpoint = checkpoint_of(model, run, whole=True)
+    for beside in (model.config, model.generation_config, processor):
+        beside.save_pretrained(run)
+    (run / 'trainer_state.json').write_text('{}')
+    save_hf(model, tmp_path / 'hook', tokenizer=processor)
+    found = convert(checkpoint, tmp_path / 'out', '--base', base)
+    assert_same_files(found, tmp_path / 'hook')
+    settings = [path.read_text() for name in PROCESSOR_FILES if (path := found / name).is_file()]
+    assert '"shortest_edge": 16' in ''.join(settings)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +204,7 @@ def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path
     model.resize_token_embeddings(model.config.get_text_config().vocab_size + 3)
     save_hf(model, tmp_path / 'hook')
     checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
-    found = convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base')
-    assert_same_folder_tensors(found, tmp_path / 'hook')
-    if family != 'llava':
-        assert_same_files(found, tmp_path / 'hook')
+    assert_same_files(convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base'), tmp_path / 'hook')
 
 
 @pytest.mark.modern_only
@@ -263,19 +272,3 @@ def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_loa
     monkeypatch.setattr(base_weights, 'load_and_tell', fail)
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
     assert 'those in the files are taken (ImportError: accelerate is missing)' in capsys.readouterr().err
-
-
-def test_floats_from_the_base_are_as_training_had_them(tmp_path):
-    """DeepSpeed casts the whole model, also what is not in its checkpoint."""
-    from xhf_hooks.meta_model.base_weights import weights_of_base
-    from xhf_hooks.meta_model.build import Base, MetaModel
-    from xhf_hooks.meta_model.match import match_checkpoint
-
-    model = from_base(base_of('llama', tmp_path / 'base'))
-    weights = weights_of_base(type(model), model.config, tmp_path / 'base').tensors
-    expected = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
-    model = model.to('meta')
-    names = {id(tensor): [name] for name, tensor in model.named_parameters()}
-    meta_model = MetaModel('the model', {}, False, model, [Base(str(tmp_path / 'base'), names, weights)])
-    found, _ = match_checkpoint(meta_model, [], 'BF16')
-    assert all(torch.equal(tensor.whole(False), expected[name]) for name, tensor in found.items()) and found

@@ -17,7 +17,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
-from xhf_hooks.exporters.find_model import adapters_in, pretrained_in, quantization_of
+from xhf_hooks.exporters.find_model import adapters_in, base_path, pretrained_in, quantization_of
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BACKBONE, HEAD = 'llm', 'v_head'
 #: Prefix of peft's names.
-_IN_ADAPTER = 'base_model.model'
+_IN_ADAPTER = base_path('')
 
 
 def reward_class(backbone: PreTrainedModel) -> type[PreTrainedModel]:

@@ -77,8 +77,14 @@ class ShardedMoeExporter(HuggingFaceExporter):
         self._parts = _EXPERT_PARTS[name]
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+        """Copies the base model's custom code, too, if transformers does not have the model."""
         warnings = super().write_hf_assets(folder, tokenizer, eos_token_ids)
-        self._copy_code(folder)
+        code = getattr(self._config, 'auto_map', None) or {}
+        files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
+        for name in sorted(files):
+            path = base_file(self.base_dir, name)
+            if path is not None and not (folder / name).exists():
+                shutil.copyfile(path, folder / name)
         return warnings
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
@@ -95,8 +101,18 @@ class ShardedMoeExporter(HuggingFaceExporter):
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The official names; the specs of an expert's parts have the source name of the fused tensor."""
         own: dict[str, TensorSpec] = {}
+        gate, up, down = self._parts
         for name, spec in super()._own_names(specs).items():
-            own.update((part, replace(spec, shape=shape)) for part, shape in self._unfused(name, spec))
+            fused = _FUSED.fullmatch(name)
+            if fused is None:
+                own[name] = spec
+                continue
+            parts = (gate, up) if fused['part'] == 'w1w3' else (down,)
+            n_experts, rows, columns = spec.shape
+            part_spec = replace(spec, shape=(rows // len(parts), columns))
+            for i in range(n_experts):
+                expert = f'{fused["experts"]}.{int(fused["shard"]) * n_experts + i}'
+                own.update((f'{expert}.{part}.weight', part_spec) for part in parts)
         return own
 
     def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
@@ -111,26 +127,6 @@ class ShardedMoeExporter(HuggingFaceExporter):
                 first = None if unfuse is None else i * math.prod(spec.shape)
                 entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, source_offset=first))
         return entries
-
-    def _unfused(self, name: str, spec: TensorSpec) -> list[tuple[str, tuple[int, ...]]]:
-        """Official names and shapes of the parts of a tensor, in the order of its rows."""
-        found = _FUSED.fullmatch(name)
-        if found is None:
-            return [(name, spec.shape)]
-        gate, up, down = self._parts
-        parts = (gate, up) if found['part'] == 'w1w3' else (down,)
-        n_experts, rows, columns = spec.shape
-        first, shape = int(found['shard']) * n_experts, (rows // len(parts), columns)
-        return [(f'{found["experts"]}.{first + i}.{part}.weight', shape) for i in range(n_experts) for part in parts]
-
-    def _copy_code(self, folder: Path) -> None:
-        """Copy the base model's custom code, if transformers does not have the model."""
-        code = getattr(self._config, 'auto_map', None) or {}
-        files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
-        for name in sorted(files):
-            path = base_file(self.base_dir, name)
-            if path is not None and not (folder / name).exists():
-                shutil.copyfile(path, folder / name)
 
 
 def is_sharded_moe(model: nn.Module) -> bool:
