@@ -104,13 +104,9 @@ def stand_ins() -> Iterator[None]:
     replaced = {
         AutoConfig: lambda base, **_: _config_of(base),
         AutoTokenizer: lambda *_, **__: Tokenizer(),
-        AutoModelForCausalLM: lambda pretrained_model_name_or_path, **options: _build(
-            None, pretrained_model_name_or_path, options
-        ),
-        AutoModel: lambda pretrained_model_name_or_path, **options: _build(
-            InternVLChatModel if 'InternVL' in pretrained_model_name_or_path else RewardBase,
-            pretrained_model_name_or_path,
-            options,
+        AutoModelForCausalLM: lambda **options: _from_pretrained(None, **options),
+        AutoModel: lambda **options: _from_pretrained(
+            InternVLChatModel if 'InternVL' in options['pretrained_model_name_or_path'] else RewardBase, **options
         ),
     }
     with ExitStack() as patches:
@@ -118,10 +114,6 @@ def stand_ins() -> Iterator[None]:
             patches.enter_context(mock.patch.object(owner, 'from_pretrained', staticmethod(loader)))
         patches.enter_context(mock.patch.object(PreTrainedModel, 'from_pretrained', classmethod(_from_pretrained)))
         yield
-
-
-def _from_pretrained(cls: type[PreTrainedModel], pretrained_model_name_or_path: str, **options: Any) -> PreTrainedModel:
-    return _build(cls, pretrained_model_name_or_path, options)
 
 
 def _config_of(base: str) -> PretrainedConfig:
@@ -146,15 +138,17 @@ def _config_of(base: str) -> PretrainedConfig:
     return CLIPVisionConfig(**_VISION_SIZES) if 'clip-vit' in base else LlamaConfig(**_SIZES)
 
 
-def _build(cls: type[PreTrainedModel] | None, base: str, options: dict[str, Any]) -> PreTrainedModel:
-    """A model as ``from_pretrained`` leaves it. Attention's implementation, which needs a GPU, does not matter here."""
-    config = options.pop('config', None) or _config_of(base)
+def _from_pretrained(
+    cls: type[PreTrainedModel] | None, pretrained_model_name_or_path: str, **options: Any
+) -> PreTrainedModel:
+    """As it leaves a model. Attention's implementation, which needs a GPU, does not matter here."""
+    config = options.pop('config', None) or _config_of(pretrained_model_name_or_path)
     for name in ('moe_implementation', 'expert_in_one_shard', 'rope_scaling'):
         if name in options:
             setattr(config, name, options[name])
     for part in (config, getattr(config, 'llm_config', config)):
         part._attn_implementation = 'eager'
-    config._name_or_path = base
+    config._name_or_path = pretrained_model_name_or_path
     quantization = options.get('quantization_config')
     if options.get('load_in_8bit'):
         quantization = BitsAndBytesConfig(load_in_8bit=True)
