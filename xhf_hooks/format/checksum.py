@@ -5,7 +5,6 @@ With isal (ISA-L) it is several times faster than with zlib. Both release the GI
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 try:
-    from isal import isal_zlib
+    from isal.isal_zlib import crc32 as _crc32
 except ImportError:
-    isal_zlib = None
+    from zlib import crc32 as _crc32
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _READ_NBYTES = 2**20
 _POLYNOMIAL = 0xEDB88320  # of CRC-32; the highest power is the lowest bit
-_crc32 = (isal_zlib or zlib).crc32
 
 
 def crc32(data: Buffer, value: int = 0) -> int:

@@ -18,9 +18,10 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         DamagedError: It is malformed.
     """
     content = strict_json.read(path)
-    weight_map, metadata = content.get('weight_map'), content.get('metadata', {})
-    is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-    if not is_map or not isinstance(metadata, dict):
+    weight_map: Any = content.get('weight_map')
+    metadata: Any = content.get('metadata', {})
+    is_valid = isinstance(weight_map, dict) and isinstance(metadata, dict)
+    if not is_valid or not all(isinstance(file, str) for file in weight_map.values()):
         raise DamagedError(f'{path}: expected a weight_map of file names, and metadata')
     return weight_map, metadata
 

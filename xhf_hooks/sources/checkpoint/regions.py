@@ -15,6 +15,7 @@ import torch
 
 from xhf_hooks.errors import CheckpointError, TensorError
 from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState, Shapes, trained_dtype
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
@@ -145,8 +146,9 @@ def assemble(
         dtypes = [model.module[name].dtype for name in names if name in model.module]
         dtypes += [piece.dtype for piece in kept.pieces] if kept is not None else []
         dtype = code_of(model.file, names[0], dtypes[0]) if dtypes else trained
-        fp32 = master is not None and all(piece.dtype == torch.float32 for piece in master.pieces)
-        pieces = master.pieces if master is not None and fp32 and dtype in ('BF16', 'F16') else None
+        if dtype not in HALF_DTYPES or (master and any(piece.dtype != torch.float32 for piece in master.pieces)):
+            master = None
+        pieces = None if master is None else master.pieces
         found.append(StoredTensor(names[0], region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
     return found
 

@@ -247,8 +247,9 @@ def other_steps(models: Sequence[ModelState], optims: Sequence[OptimState]) -> s
 
 
 def _same(what: str, values: Iterable[tuple[Path, Any]]) -> None:
-    (first, expected), *others = [(file, value) for file, value in values if value is not None] or [(None, None)]
-    for file, value in others:
+    known = [(file, value) for file, value in values if value is not None]
+    for file, value in known[1:]:
+        first, expected = known[0]
         if value != expected:
             shown, wanted = str(value)[:60], str(expected)[:60]
             raise CheckpointError(
