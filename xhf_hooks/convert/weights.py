@@ -23,15 +23,12 @@ from xhf_hooks.writers.writer import cuts
 
 #: Bytes that a thread reads, casts and writes at once.
 PART_NBYTES = 4 * 2**20
+#: What a job has written, as :meth:`Tally.add` takes it: placement, start, bytes, checksum, values that are not finite.
+_Written = tuple[Placement, int, int, int, int]
 
 
 def write_weights(
-    staging: Path,
-    outputs: PlannedOutputs,
-    *,
-    workers: int,
-    meter: MemoryMeter,
-    on_progress: Callable[[int, int], None],
+    staging: Path, outputs: PlannedOutputs, *, workers: int, meter: MemoryMeter, on_progress: Callable[[int, int], None]
 ) -> Tally:
     """Write and flush every file of the plan; returns what was written.
 
@@ -44,62 +41,58 @@ def write_weights(
     """
     plan = outputs.plan
     total = sum(placement.nbytes for placement in plan.placements)
+    tally, done = Tally(plan), 0
     with ExitStack() as opened:
         files: dict[str, OutputFile] = {}
         for planned in plan.files:
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
             files[planned.name] = OutputFile(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
-        work = _Work(outputs, files, meter)
         with one_torch_thread(), WorkerThreads(workers) as threads:
-            for _ in threads.run(work.jobs()):
+            for written in threads.run(_jobs(outputs, files, meter)):
+                for place, start, nbytes, crc, non_finite in written:
+                    tally.add(place, start, nbytes, crc, non_finite)
+                    done += nbytes
                 meter.sample()
-                on_progress(work.done, total)
+                on_progress(done, total)
         for file in files.values():
             file.fsync()
-    return work.tally
+    return tally
 
 
-class _Work:
-    """The jobs of the threads: each makes bytes of the plan and writes them.
+class _Buffer(threading.local):
+    """Each thread's own memory."""
 
-    Attributes:
-        tally: What was written.
-        done: Bytes written.
-    """
+    def __init__(self) -> None:
+        self.bytes = torch.empty(PART_NBYTES, dtype=torch.uint8)
 
-    def __init__(self, outputs: PlannedOutputs, files: Mapping[str, OutputFile], meter: MemoryMeter) -> None:
-        self._outputs, self._files, self._meter = outputs, files, meter
-        self.tally, self.done = Tally(outputs.plan), 0
-        self._own = threading.local()
-        self._counting = threading.Lock()
-        self._gathering = threading.Lock()  # whole tensors, of one group at a time
 
-    def jobs(self) -> Iterator[Callable[[], None]]:
-        """All jobs, the longest first."""
-        plan = self._outputs.plan
-        yield from (partial(self._write_group, group) for group in plan.gathered)
-        for group in plan.sliced:
-            for place in group.placements:
-                for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
-                    yield partial(self._write_part, group, place, start, end)
+def _jobs(
+    outputs: PlannedOutputs, files: Mapping[str, OutputFile], meter: MemoryMeter
+) -> Iterator[Callable[[], list[_Written]]]:
+    """The jobs of the threads, the longest first: each makes bytes of the plan and writes them."""
+    buffer, making = _Buffer(), threading.Lock()
 
-    def _write_part(self, group: Group, place: Placement, start: int, end: int) -> None:
-        if not hasattr(self._own, 'buffer'):
-            self._own.buffer = torch.empty(PART_NBYTES, dtype=torch.uint8)
-        out = self._own.buffer[: end - start].view(TORCH_DTYPES[place.dtype])
-        self._outputs.read_into(group, place, start // out.itemsize, out)
-        self._write(place, start, host_bytes(out))
+    def write(place: Placement, start: int, data: memoryview) -> _Written:
+        files[place.file].write(data, place.offset + start)
+        return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
 
-    def _write_group(self, group: Group) -> None:
-        with self._gathering:
-            for found in self._outputs.make(group):
-                self._meter.sample()  # the peak: what was read, what was made from it, and the cast result
-                self._write(found.placement, 0, found.chunk().data)
+    def write_part(group: Group, place: Placement, start: int, end: int) -> list[_Written]:
+        out = buffer.bytes[: end - start].view(TORCH_DTYPES[place.dtype])
+        outputs.read_into(group, place, start // out.itemsize, out)
+        return [write(place, start, host_bytes(out))]
 
-    def _write(self, place: Placement, start: int, data: memoryview) -> None:
-        self._files[place.file].write(data, place.offset + start)
-        crc, non_finite = crc32(data), count_non_finite(data, place.dtype)
-        with self._counting:
-            self.tally.add(place, start, data.nbytes, crc, non_finite)
-            self.done += data.nbytes
+    def write_group(group: Group) -> list[_Written]:
+        written = []
+        with making:  # whole tensors, of one group at a time
+            for made in outputs.make(group):
+                meter.sample()  # the peak: what was read, what was made from it, and the cast result
+                written.append(write(made.placement, 0, made.chunk().data))
+        return written
+
+    for group in outputs.plan.gathered:
+        yield partial(write_group, group)
+    for group in outputs.plan.sliced:
+        for place in group.placements:
+            for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
+                yield partial(write_part, group, place, start, end)
