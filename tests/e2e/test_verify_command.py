@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, flip, save_with_manifest
@@ -109,9 +105,6 @@ def test_load_tells_what_the_model_misses(copy, capsys):
 
 def test_load_an_adapter(model, tmp_path, capsys):
     """With peft, on the base model that its config names, or on another one."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     adapter = tmp_path / 'adapter'
     lora = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(adapter)

@@ -171,15 +171,3 @@ def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_pa
     shutil.copy(trained / 'iter_5.pth', base)
     (base / 'modeling_custom.py').write_text(CUSTOM_CODE[code])
     assert main([str(base / 'iter_5.pth'), str(tmp_path / 'out')]) == 0
-
-
-def test_a_dry_run_says_that_out_exists(trained, tmp_path, capsys):
-    (tmp_path / 'out').mkdir()
-    (tmp_path / 'out' / 'thesis.tex').write_text('mine')
-    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(trained / 'model')]
-    assert main([*command, '--dry-run']) == 0
-    assert f'would write to {tmp_path / "out"}, which exists' in capsys.readouterr().out
-    assert main([*command, '--dry-run', '--overwrite']) == 0
-    assert 'which exists' not in capsys.readouterr().out
-    assert main(command) == 2
-    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['thesis.tex']
