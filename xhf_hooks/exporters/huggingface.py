@@ -5,24 +5,27 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
-from xhf_hooks.errors import ModelError
+from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
+from xhf_hooks.exporters.base_dtypes import base_dtypes
 from xhf_hooks.exporters.base_files import is_remote_code
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.output_dtypes import base_dtypes, cast_to
 from xhf_hooks.exporters.rehearsal import differences, load_empty, not_rehearsed, require_none
 from xhf_hooks.exporters.transformers_4.installed import converts_weights, tied_while_built
 from xhf_hooks.exporters.weight_conversion import convert_specs
+from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import (
     input_embedding,
@@ -97,12 +100,36 @@ class HuggingFaceExporter(Exporter):
         if base is not None:
             entries = base.applied_to(entries, self._reference.base_model_prefix)
         elif dtype is not None:
-            entries = cast_to(dtype, entries, own, self._reference)
+            entries = self._cast(entries, dtype)
         entries = with_computed(entries, self._computed)
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
+
+    def _cast(self, entries: Sequence[ExportEntry], dtype: str) -> list[ExportEntry]:
+        """The entries with a dtype, except those that ``from_pretrained`` with this dtype keeps in fp32.
+
+        Such as DeepSeek-V3's ``e_score_correction_bias``. The rule differs between versions, and between parameters and
+        buffers, so the installed one loads them, empty.
+        """
+        kept: set[str] = set()
+        lists = ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict')
+        if dtype != 'F32' and any(getattr(self._reference, name, None) for name in lists):
+            kind = self._class_that_loads()
+            try:
+                loaded, _ = load_empty(kind, self._config, entries, TORCH_DTYPES[dtype])
+            except Exception as error:  # it may be custom code
+                expected = f'None, since {kind.__name__} keeps tensors in fp32, and which could not be tried: {error!r}'
+                raise OptionError('dtype', expected, dtype) from error
+            wide = (name for name, tensor in module_tensors(loaded) if tensor.dtype == torch.float32)
+            kept = {self._names[name].name for name in wide if name in self._names}
+        result = []
+        for entry in entries:
+            if is_float(entry.dtype):
+                entry = replace(entry, dtype=dtype if kept.isdisjoint(entry.reads) else 'F32')
+            result.append(entry)
+        return result
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         config, kind = self._config, self._class_that_loads()

@@ -21,7 +21,7 @@ from xhf_hooks.exporters.on_meta import without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.planning.types import Placement
+from xhf_hooks.planning.types import ExportEntry, Placement
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
@@ -33,13 +33,17 @@ Problems = dict[str, list[str]]
 
 
 def load_empty(
-    kind: type[PreTrainedModel], config: PretrainedConfig, placements: Sequence[Placement]
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    placements: Sequence[Placement | ExportEntry],
+    dtype: torch.dtype | str = 'auto',
 ) -> tuple[PreTrainedModel, Problems]:
-    """Load a model as ``from_pretrained`` will do. Runs on: rank 0, in the thread that trains.
+    """Load a model as ``from_pretrained`` will do. Runs on: the thread that trains.
 
     Args:
         kind: The class that config.json names.
         config: Is written to config.json, and read from there.
+        dtype: The option ``torch_dtype``.
 
     Returns:
         The model, on the meta device and with all ties that its config asks for, and what transformers reports.
@@ -57,7 +61,7 @@ def load_empty(
         except Exception as error:
             told = ' '.join(f'{type(error).__name__}: {error}'.split())
             raise ModelError(f'{type(config).__name__} would not load its own config.json: {told[:500]}') from error
-        options = dict(config=read, state_dict=_empty(placements))
+        options = dict(config=read, state_dict=_empty(placements), torch_dtype=dtype)
         try:
             model, problems = load_and_tell(kind, None, device_map={'': 'meta'}, **options)
         except Exception:
@@ -78,11 +82,13 @@ def _not_held(model: PreTrainedModel, held: set[str]) -> list[str]:
     return sorted(name for name in missing if not any(re.search(pattern, name) for pattern in ignored))
 
 
-def load_and_tell(kind: Any, source: str | None, **options: Any) -> tuple[Any, Problems]:
+def load_and_tell(
+    kind: Any, source: str | None, torch_dtype: torch.dtype | str = 'auto', **options: Any
+) -> tuple[Any, Problems]:
     """Call ``from_pretrained`` of a class; returns the model, and what transformers reports of it."""
     model, told = kind.from_pretrained(
         source,
-        torch_dtype='auto',
+        torch_dtype=torch_dtype,
         local_files_only=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported instead
@@ -173,7 +179,7 @@ def _as_if_alone() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def _empty(placements: Sequence[Placement]) -> dict[str, torch.Tensor]:
+def _empty(placements: Sequence[Placement | ExportEntry]) -> dict[str, torch.Tensor]:
     return {
         place.hf_name: torch.empty(place.shape, dtype=TORCH_DTYPES[place.dtype], device='meta') for place in placements
     }
