@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
+from xhf_hooks.planning.rounds import Portion, by_owner, fill_rounds, filled, portions_of, read_by_owner
+from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import (
     Bucket,
     ExportEntry,
@@ -25,14 +27,10 @@ from xhf_hooks.planning.types import (
     Group,
     OutputFile,
     Placement,
-    Portion,
-    Round,
     SavePlan,
-    Spread,
     TensorSpec,
 )
 
-T = TypeVar('T')
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
 _FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
 
@@ -104,13 +102,13 @@ def make_plan(
         else:
             whole.append(group)
     owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=in_place)
-    portions = [portion for group in _owned(sent, owner_of) for portion in group.portions]
+    portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_copies:
-        portions = [_read_by_owner(portion) if portion.spread.on_every_rank else portion for portion in portions]
-    in_turns = chain.from_iterable(zip_longest(*_by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
-    buckets = _filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
+        portions = [read_by_owner(portion) if portion.spread.on_every_rank else portion for portion in portions]
+    in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
+    buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
     plan = SavePlan(
-        tuple(files), tuple(written), _fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
+        tuple(files), tuple(written), fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
     )
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
 
@@ -217,50 +215,6 @@ def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group
         replace(group, placements=tuple(replace(place, owner=owner_of[place]) for place in group.placements))
         for group in groups
     ]
-
-
-def _read_by_owner(portion: Portion) -> Portion:
-    """A portion of which the owner holds everything."""
-    numel, owner = portion.spread.numel, portion.placement.owner
-    return replace(portion, spread=Spread(numel, max(1, numel), owner * max(1, numel)))
-
-
-def _fill_rounds(portions: Iterable[Portion], round_nbytes: int) -> tuple[Round, ...]:
-    """Fill rounds in which no owner receives more than ``round_nbytes``, and every unfinished owner receives something.
-
-    A larger portion is split within each rank's slice, so that every rank sends part of it in every round.
-    """
-    parts: list[Portion] = []
-    for portion in portions:
-        count = max(1, -(-portion.placement.nbytes // round_nbytes))
-        parts += [replace(portion, number=number, count=count) for number in range(count)]
-    filled = [
-        _filled(own, lambda part: -(-part.placement.nbytes // part.count), round_nbytes)
-        for own in _by_owner(parts, lambda part: part.placement)
-    ]
-    return tuple(Round(tuple(chain.from_iterable(each))) for each in zip_longest(*filled, fillvalue=()))
-
-
-def _by_owner(items: Iterable[T], placement_of: Callable[[T], Placement]) -> list[list[T]]:
-    of_owner: dict[int, list[T]] = {}
-    for item in items:
-        of_owner.setdefault(placement_of(item).owner, []).append(item)
-    return [of_owner[owner] for owner in sorted(of_owner)]
-
-
-def _filled(items: Iterable[T], nbytes_of: Callable[[T], int], limit: int) -> Iterator[tuple[T, ...]]:
-    """Consecutive items of up to ``limit`` bytes together; a larger one is alone."""
-    filling: list[T] = []
-    filled = 0
-    for item in items:
-        nbytes = nbytes_of(item)
-        if filling and filled + nbytes > limit:
-            yield tuple(filling)
-            filling, filled = [], 0
-        filling.append(item)
-        filled += nbytes
-    if filling:
-        yield tuple(filling)
 
 
 def _describe_portion(portion: Portion) -> str:

@@ -7,13 +7,16 @@ see :mod:`xhf_hooks.format.safetensors`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.planning.spread import Spread
+
+if TYPE_CHECKING:
+    from xhf_hooks.planning.rounds import Round
 
 #: Makes the outputs of a :class:`Group` (HF name -> tensor) from its gathered tensors (source name -> tensor).
 Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -148,13 +151,6 @@ class Group:
     spread: Spread | None = None
 
     @property
-    def portions(self) -> list[Portion]:
-        """Each output with the elements that each rank holds; empty if ``spread`` is None."""
-        if self.spread is None:
-            return []
-        return [Portion(self.reads[0], place, self.spread.within(place.run)) for place in self.placements]
-
-    @property
     def is_contiguous(self) -> bool:
         """Whether each slice of an output is a slice of the only source tensor."""
         return all(placement.source_offset is not None for placement in self.placements)
@@ -173,163 +169,6 @@ class Bucket:
     @property
     def read_nbytes(self) -> int:
         return sum(group.read_nbytes for group in self.groups)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A dimension of the mesh that the ranks form: ``rank // stride % size`` is a rank's place along it.
-
-    Attributes:
-        each: Number of elements in each of the ``size`` parts.
-        holds_copies: Every rank along it holds all the parts, and writes or sends one of them.
-    """
-
-    stride: int
-    size: int
-    each: int
-    holds_copies: bool = False
-
-    def place_of(self, rank: int) -> int:
-        return rank // self.stride % self.size
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Which consecutive elements of a tensor each rank holds.
-
-    Every engine splits something flat into equal parts: a parameter (ZeRO-3), rows (FSDP2), or a flat buffer that
-    holds many tensors (FSDP1, the fp32 masters of ZeRO-1 and 2).
-
-    Attributes:
-        numel: Number of elements of the tensor.
-        each: Number of elements of the flat buffer on each rank, if the parts are in rank order.
-        skipped: Number of elements of the flat buffer before this tensor.
-        axes: The splits, the outermost first, if the parts are not in rank order or ranks hold copies.
-    """
-
-    numel: int
-    each: int
-    skipped: int = 0
-    axes: tuple[Axis, ...] = ()
-
-    def held_by(self, rank: int, *, with_copies: bool = False) -> range:
-        """The elements of the tensor that a rank writes or sends, or all that it holds."""
-        start, end = -self.skipped, self.numel
-        for axis in self.axes or (Axis(1, rank + 1, self.each),):
-            if not (with_copies and axis.holds_copies):
-                start += axis.place_of(rank) * axis.each
-                end = min(end, start + axis.each)
-        start = min(max(0, start), self.numel)
-        return range(start, max(start, end))
-
-    @property
-    def holders(self) -> range:
-        """The ranks that hold any elements, and possibly some that do not."""
-        if not self.numel:
-            return range(0)
-        if self.axes:
-            return range(math.prod(axis.size for axis in self.axes))
-        return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
-
-    @property
-    def copied(self) -> tuple[tuple[int, int], ...]:
-        """Stride and size of the axes along which ranks hold copies."""
-        return tuple((axis.stride, axis.size) for axis in self.axes if axis.holds_copies)
-
-    @property
-    def on_every_rank(self) -> bool:
-        """Whether every rank holds the whole tensor."""
-        return bool(self.axes) and all(axis.holds_copies for axis in self.axes)
-
-    def first_holder(self, rank: int) -> int:
-        """The first of the ranks that hold what this rank holds."""
-        return rank - sum(rank // stride % size * stride for stride, size in self.copied)
-
-    def within(self, run: range) -> Spread:
-        """The spread of a range of the elements, counted from the start of the range."""
-        return replace(self, numel=len(run), skipped=self.skipped + run.start)
-
-
-@dataclass(frozen=True)
-class Portion:
-    """What is sent to the owner of an output tensor in one round: part ``number`` of ``count`` of each rank's elements.
-
-    Attributes:
-        read: The source tensor that contains the output's elements.
-        spread: Which elements of the placement each rank holds.
-    """
-
-    read: TensorSpec
-    placement: Placement
-    spread: Spread
-    number: int = 0
-    count: int = 1
-
-    @property
-    def holders(self) -> range:
-        """The ranks that send something, and possibly some that do not."""
-        return self.spread.holders
-
-    def held_by(self, rank: int) -> range:
-        """The elements of the placement that a rank sends."""
-        held = self.spread.held_by(rank)
-        start, end = (held.start + len(held) * part // self.count for part in (self.number, self.number + 1))
-        return range(start, end)
-
-    def nbytes_of(self, rank: int) -> int:
-        """Bytes that a rank sends, after the cast."""
-        return len(self.held_by(rank)) * self.width
-
-    @property
-    def width(self) -> int:
-        """Bytes per element in the file."""
-        return DTYPE_NBYTES[self.placement.dtype]
-
-
-@dataclass(frozen=True)
-class Round:
-    """Portions that are sent together, as one message from each rank to each owner.
-
-    A message is the concatenation of what :meth:`message` lists.
-    """
-
-    portions: tuple[Portion, ...]
-
-    @property
-    def owners(self) -> list[int]:
-        """The ranks that receive."""
-        return sorted({portion.placement.owner for portion in self.portions})
-
-    def for_owner(self, owner: int) -> list[Portion]:
-        """The portions that an owner receives."""
-        return [portion for portion in self.portions if portion.placement.owner == owner]
-
-    def message(self, sender: int, owner: int) -> list[Portion]:
-        """The portions in the message from a rank to an owner, in order."""
-        return [portion for portion in self.for_owner(owner) if portion.held_by(sender)]
-
-    def outgoing(self, sender: int) -> dict[int, int]:
-        """Receiving rank to the bytes of the message that ``sender`` sends it."""
-        nbytes: Counter[int] = Counter()
-        for portion in self.portions:
-            nbytes[portion.placement.owner] += portion.nbytes_of(sender)
-        return {owner: found for owner, found in nbytes.items() if found and owner != sender}
-
-    def incoming(self, owner: int) -> dict[int, int]:
-        """Sending rank to the bytes of its message to ``owner``."""
-        nbytes: Counter[int] = Counter()
-        for portion in self.for_owner(owner):
-            for sender in portion.holders:
-                nbytes[sender] += portion.nbytes_of(sender)
-        return {sender: found for sender, found in nbytes.items() if found and sender != owner}
-
-    def most_incoming_nbytes(self, owner: int) -> int:
-        """An upper bound of the sum of :meth:`incoming`, computed without a loop over ranks."""
-        most = 0
-        for portion in self.for_owner(owner):
-            rounded = len(portion.holders) * portion.width if portion.count > 1 else 0
-            most += -(-portion.placement.nbytes // portion.count) + rounded - portion.nbytes_of(owner)
-        return most
 
 
 @dataclass(frozen=True)

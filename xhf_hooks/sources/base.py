@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +16,8 @@ from torch import nn
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.planning.types import Axis, Spread, TensorSpec
+from xhf_hooks.planning.spread import Spread, mesh_strides, spread_over
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.host_memory import synchronize
 from xhf_hooks.sources.master_fragments import spread_of_fragments
@@ -51,6 +51,7 @@ class Source:
     memory_factor = 1
 
     def __init__(self, model: nn.Module) -> None:
+        self._rank, self._world_size = rank_and_world_size()
         tensors = names_by_identity(model)
         self._tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
@@ -112,14 +113,15 @@ class Source:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
             return Spread(tensor.numel(), max(1, tensor.numel()))
-        return spread_over(tensor.numel(), ())
+        return spread_over(tensor.numel(), [], self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
         """The spread of what each of several groups of ranks holds together, in the order of its ranks."""
         strides = self._strides(group)
         if strides is None:
             return None
-        return spread_over(numel, [(*strides, dist.get_world_size(group), max(1, each))], skipped)
+        split = *strides, dist.get_world_size(group), max(1, each)
+        return spread_over(numel, [split], self._world_size, skipped)
 
     def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """:meth:`_spread_of`, found once per tensor."""
@@ -130,7 +132,7 @@ class Source:
     def _held(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a sliced tensor."""
         spread = self._once_spread_of(tensor)
-        return range(0) if spread is None else spread.held_by(rank_and_world_size()[0], with_copies=True)
+        return range(0) if spread is None else spread.held_by(self._rank, with_copies=True)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         """This rank's local shard of a tensor, which may be all of it. Does not communicate.
@@ -199,45 +201,6 @@ class Source:
         return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], skipped: int = 0) -> Spread | None:
-    """The spread of elements that are split along some dimensions of a mesh of all ranks, and copied along the others.
-
-    Args:
-        splits: Stride, size and part of each dimension (:class:`Axis`), the outermost split first.
-        skipped: As in :class:`Spread`.
-
-    Returns:
-        None if such ranks form no mesh.
-    """
-    axes, world_size = [Axis(*split) for split in splits], rank_and_world_size()[1]
-    each = axes[-1].each if axes else max(1, numel)
-    axes = [axis for axis in axes if axis.size > 1]
-    ends = [(1, 1), *sorted((axis.stride, axis.stride * axis.size) for axis in axes), (world_size, 0)]
-    gaps = [(end, start) for (_, end), (start, _) in pairwise(ends)]
-    if any(start % end for end, start in gaps):
-        return None
-    if axes == [Axis(1, world_size, each)]:
-        return Spread(numel, each, skipped)
-    for end, start in gaps:
-        if start > end:
-            each = -(-each // (start // end))
-            axes.append(Axis(end, start // end, each, holds_copies=True))
-    return Spread(numel, each, skipped, tuple(axes))
-
-
 def _strides_of(holders: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...] | None:
     mesh = getattr(holders, 'mesh', None)
     return mesh_strides(np.array(dist.get_process_group_ranks(holders) if mesh is None else mesh.tolist()))
-
-
-def mesh_strides(ranks: np.ndarray) -> tuple[int, ...] | None:
-    """How the ranks of this rank's mesh grow along each of its dimensions.
-
-    Returns:
-        None if these are not dimensions of a mesh of all ranks in order.
-    """
-    first, sizes = ranks.flat[0], ranks.shape
-    strides = [int(np.take(ranks, 1, dim).flat[0] - first) if size > 1 else 1 for dim, size in enumerate(sizes)]
-    expected = first + sum(place * stride for place, stride in zip(np.indices(sizes), strides, strict=True))
-    starts = [first // stride % size for stride, size in zip(strides, sizes, strict=True) if stride > 0]
-    return tuple(strides) if starts == [0] * len(sizes) and (ranks == expected).all() else None

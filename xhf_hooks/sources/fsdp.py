@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.collective import rank_and_world_size
 from xhf_hooks.errors import ModelError, TensorError
-from xhf_hooks.planning.types import Spread
+from xhf_hooks.planning.spread import Spread, spread_over
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard, Source, spread_over
+from xhf_hooks.sources.base import LocalShard, Source
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -69,7 +68,7 @@ class Fsdp2Source(Source):
                 return None  # the parts of the last part would be smaller
             rows = -(-rows // size)
             parts.append((stride, size, max(1, rows * row_numel)))
-        return spread_over(tensor.numel(), parts)
+        return spread_over(tensor.numel(), parts, self._world_size)
 
     def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
         tensor = self._tensors[name]
@@ -79,7 +78,7 @@ class Fsdp2Source(Source):
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
                 f'{name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on rank '
-                f'{rank_and_world_size()[0]}, found a shard of shape {tuple(local.shape)}'
+                f'{self._rank}, found a shard of shape {tuple(local.shape)}'
             )
         return LocalShard(held.start, local.reshape(-1))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
-from xhf_hooks.planning.types import Spread
+from xhf_hooks.planning.spread import Spread
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Source
 

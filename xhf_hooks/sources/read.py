@@ -16,7 +16,8 @@ import torch
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, Portion, SavePlan
+from xhf_hooks.planning.rounds import Portion, portions_of
+from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, SavePlan
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
@@ -71,7 +72,7 @@ def _portions_from_a_place_of_its_own(plan: SavePlan) -> Iterator[Portion]:
     """
     rank, world_size = rank_and_world_size()
     first = len(plan.sliced) * rank // world_size
-    return chain.from_iterable(group.portions for group in plan.sliced[first:] + plan.sliced[:first])
+    return chain.from_iterable(map(portions_of, plan.sliced[first:] + plan.sliced[:first]))
 
 
 class SliceReader:

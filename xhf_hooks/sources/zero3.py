@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
-from xhf_hooks.planning.types import Spread, TensorSpec
+from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
 
@@ -159,8 +160,7 @@ class Zero3Source(Source):
             partition = tensor.ds_tensor.data
         if partition.numel() != expected:
             raise TensorError(
-                f'{name}: expected a partition of {expected} elements on rank {rank_and_world_size()[0]}, '
-                f'found {partition.numel()}'
+                f'{name}: expected a partition of {expected} elements on rank {self._rank}, found {partition.numel()}'
             )
         return partition.reshape(-1)
 

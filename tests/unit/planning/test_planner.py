@@ -9,7 +9,8 @@ import pytest
 from xhf_hooks.errors import PlanError
 from xhf_hooks.options import parse_size
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, Spread, TensorSpec
+from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
 
 HUGE = 10**12
 

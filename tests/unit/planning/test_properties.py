@@ -25,7 +25,8 @@ from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Axis, Chunk, ExportEntry, Spread, Step, TensorSpec, WrittenSave
+from xhf_hooks.planning.spread import Axis, Spread
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.runs.fsdp_runs import split_layers
-from xhf_hooks.sources.base import mesh_strides, spread_over
+from xhf_hooks.planning.spread import mesh_strides, spread_over
 from xhf_hooks.sources.fsdp import Fsdp2Source
 
 WORLD_SIZE = 8
@@ -78,11 +78,11 @@ def test_meshes_in_another_order():
 
 
 @pytest.mark.parametrize(('stride', 'size'), [(1, 8), (1, 4), (2, 2), (4, 2), (2, 4), (1, 1)])
-def test_every_element_of_a_flat_buffer_is_saved_once(first_of_eight_ranks, stride, size):
+def test_every_element_of_a_flat_buffer_is_saved_once(stride, size):
     """As with FSDP1's HYBRID_SHARD: tensors of 5 elements in a row, in a buffer that is padded."""
     each = -(-23 // size)
     for skipped in (0, 5, 10, 15):
-        spread = spread_over(5, [(stride, size, each)], skipped)
+        spread = spread_over(5, [(stride, size, each)], WORLD_SIZE, skipped)
         assert sorted(at for rank in range(WORLD_SIZE) for at in spread.held_by(rank)) == [*range(5)], skipped
         assert (len(spread.copied) > 0) == (size < WORLD_SIZE)
-    assert spread_over(5, [(3, 2, each)]) is None
+    assert spread_over(5, [(3, 2, each)], WORLD_SIZE) is None
