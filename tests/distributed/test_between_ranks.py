@@ -84,7 +84,7 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     from tests.helpers.models.zoo.llamas import odd_llama
     from xhf_hooks.collective import Collective
     from xhf_hooks.errors import AgreedError
-    from xhf_hooks.places.who_writes import WhoWrites
+    from xhf_hooks.planning.write_strategy import WriteStrategy
     from xhf_hooks.sources import Zero3Source, read, send
 
     model = zero_engine(odd_llama(bf16=True), stage=3).module
@@ -113,13 +113,13 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
 
     found = {}
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
-        are_sent = WhoWrites.receives_local_shards if road == 'send' else False
+        are_sent = WriteStrategy.reads_slices if road == 'send' else False
         with (
             mock.patch.object(Collective, 'agree', noting(agreed, Collective.agree)),
             mock.patch.object(Collective, 'post', noting(collectives, Collective.post)),
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),
-            mock.patch.object(WhoWrites, 'receives_local_shards', are_sent),
+            mock.patch.object(WriteStrategy, 'reads_slices', are_sent),
             mock.patch.object(read, 'BUCKETS_PER_AGREEMENT', EVERY),
             mock.patch.object(send, 'ROUNDS_PER_AGREEMENT', EVERY),
         ):

@@ -36,6 +36,7 @@ from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -173,7 +174,7 @@ class Conversion:
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=1,
             n_parameters=self._exporter.n_parameters,
-            in_place=True,
+            strategy=WriteStrategy.POSITIONAL,
         )
         return PlannedOutputs(plan, tensors, use_fp32_master=use_fp32_master)
 

@@ -12,7 +12,7 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import TEMPORARY, CheckpointFolder
 from xhf_hooks.places.file_system import new_name
-from xhf_hooks.places.who_writes import WhoWrites
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 
@@ -23,7 +23,7 @@ def choose_writer(log: logging.LoggerAdapter, option: str, folder: Path, collect
         AgreedError: Rank 0 cannot write there.
     """
     wanted = 'positional' if option == 'auto' else option
-    if not WhoWrites(wanted).all_ranks or all_ranks_see(folder, collective):
+    if not WriteStrategy(wanted).all_ranks_write or all_ranks_see(folder, collective):
         return wanted
     log.warning(
         f'not all ranks see {folder.parent}, so rank 0 writes: the writer is stream, not {wanted}. '

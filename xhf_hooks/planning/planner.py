@@ -19,7 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.rounds import Portion, by_owner, fill_rounds, filled, portions_of, read_by_owner
-from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.spread import Spread, on_one_rank
 from xhf_hooks.planning.types import (
     Bucket,
     ExportEntry,
@@ -30,6 +30,7 @@ from xhf_hooks.planning.types import (
     SavePlan,
     TensorSpec,
 )
+from xhf_hooks.planning.write_strategy import WriteStrategy
 
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
 _FEW_RANKS, _LEAST_SLICE_NBYTES = 16, 4096
@@ -42,8 +43,8 @@ def make_plan(
     max_shard_nbytes: int,
     bucket_nbytes: int,
     n_parameters: int | Mapping[str, int | None] | None = None,
-    n_writers: int = 1,
-    in_place: bool = False,
+    strategy: WriteStrategy = WriteStrategy.GATHER,
+    world_size: int = 1,
     spread: Mapping[str, Spread] | None = None,
     share_copies: bool = False,
     round_nbytes: int = 1,
@@ -57,10 +58,8 @@ def make_plan(
         specs: The tensors of the source.
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the file sets hold different models.
-        n_writers: Number of ranks that write sent and gathered tensors.
-        in_place: Every rank writes its own slices of the tensors in ``spread``, and ranks share files. Otherwise each
-            file has one owner, to which those slices are sent. Outputs that need whole tensors are gathered anyway.
-        spread: Which elements of a tensor each rank holds. None: one process reads all of them.
+        strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
+        spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
         share_copies: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
             copy and nothing is sent.
         round_nbytes: Most bytes that an owner receives in one round.
@@ -94,14 +93,17 @@ def make_plan(
     sent: list[Group] = []
     whole: list[Group] = []
     for group in groups:
-        known = (spread or {}).get(group.reads[0].name) if group.is_contiguous else None
-        if in_place and group.is_contiguous and (known or spread is None):
+        known = _spread_of(group, spread) if strategy.reads_slices else None
+        if known is None:
+            whole.append(group)
+        elif strategy.in_place:
             written.append(replace(group, spread=known))
-        elif known is not None and _is_worth_sending(known, group.read_nbytes):
+        elif _is_worth_sending(known, group.read_nbytes):
             sent += [replace(group, placements=(placement,), spread=known) for placement in group.placements]
         else:
             whole.append(group)
-    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=in_place)
+    n_writers = world_size if strategy.all_ranks_write else 1
+    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=strategy.in_place)
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_copies:
         portions = [read_by_owner(portion) if portion.spread.on_every_rank else portion for portion in portions]
@@ -111,6 +113,15 @@ def make_plan(
         tuple(files), tuple(written), fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
     )
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
+
+
+def _spread_of(group: Group, spread: Mapping[str, Spread] | None) -> Spread | None:
+    """Which elements of the group's only source tensor each rank holds; None if it must be gathered."""
+    if not group.is_contiguous:
+        return None
+    if spread is None:
+        return on_one_rank(math.prod(group.reads[0].shape), 0)
+    return spread.get(group.reads[0].name)
 
 
 def _is_worth_sending(spread: Spread, nbytes: int) -> bool:

@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from typing import TypeVar
 
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
-from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.spread import Spread, on_one_rank
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
 
 T = TypeVar('T')
@@ -98,16 +98,13 @@ class Round:
 
 
 def portions_of(group: Group) -> list[Portion]:
-    """Each output of the group with the elements that each rank holds; empty if its spread is not known."""
-    if group.spread is None:
-        return []
+    """Each output of a group that is not gathered, with the elements that each rank holds."""
     return [Portion(group.reads[0], place, group.spread.within(place.run)) for place in group.placements]
 
 
 def read_by_owner(portion: Portion) -> Portion:
     """A portion of which the owner holds everything."""
-    numel, owner = portion.spread.numel, portion.placement.owner
-    return replace(portion, spread=Spread(numel, max(1, numel), owner * max(1, numel)))
+    return replace(portion, spread=on_one_rank(portion.spread.numel, portion.placement.owner))
 
 
 def fill_rounds(portions: Iterable[Portion], round_nbytes: int) -> tuple[Round, ...]:

@@ -85,6 +85,12 @@ class Spread:
         return replace(self, numel=len(run), skipped=self.skipped + run.start)
 
 
+def on_one_rank(numel: int, rank: int) -> Spread:
+    """The spread of a tensor that only ``rank`` holds."""
+    each = max(1, numel)
+    return Spread(numel, each, rank * each)
+
+
 def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: int, skipped: int = 0) -> Spread | None:
     """The spread of elements that are split along some dimensions of a mesh of all ranks, and copied along the others.
 

@@ -142,7 +142,7 @@ class Group:
     """Source tensors that are needed together to make the outputs in ``placements``.
 
     Attributes:
-        spread: Which elements of the only source tensor each rank holds; None if that is not known.
+        spread: Which elements of the only source tensor each rank holds; None if it is gathered.
     """
 
     reads: tuple[TensorSpec, ...]

@@ -9,9 +9,9 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.options import SaveOptions, parse_size
-from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import ExportEntry, SavePlan, TensorSpec
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources.base import Source
@@ -46,7 +46,7 @@ def plan_saves(
     unwrapped: Unwrapped,
     source: Source,
     options: SaveOptions,
-    who_writes: WhoWrites,
+    strategy: WriteStrategy,
     collective: Collective,
     log: RunLog,
     *,
@@ -86,9 +86,9 @@ def plan_saves(
             max_shard_nbytes=parse_size(options.max_shard_size),
             bucket_nbytes=half_nbytes,
             n_parameters=exporter.n_parameters,
-            n_writers=collective.world_size if who_writes.all_ranks else 1,
-            in_place=who_writes.writes_local_shards,
-            spread=spread if who_writes.writes_local_shards or who_writes.receives_local_shards else {},
+            strategy=strategy,
+            world_size=collective.world_size,
+            spread=spread,
             share_copies=beside_training,
             round_nbytes=round_nbytes,
         )

@@ -12,7 +12,6 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import claim_targets
-from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import table
 
@@ -69,7 +68,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
     log, plan, exporter = saver.log, saver.plan, saver.planned.exporter
     n_tensors, n_files = len(plan.placements), len(plan.files)
-    how = f'{saver.who_writes.value} writer{", in the background" if saver.in_background else ""}; about '
+    how = f'{saver.strategy.value} writer{", in the background" if saver.in_background else ""}; about '
     how += f'{saver.planned.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
@@ -79,7 +78,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     }
     log.info(table('ready to save', rows))
     gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
-    if gathered and saver.who_writes is not WhoWrites.GATHER and saver.collective.world_size > 1:
+    if gathered and saver.strategy.reads_slices and saver.collective.world_size > 1:
         log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
     left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
     if left_out:

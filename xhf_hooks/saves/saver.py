@@ -11,8 +11,8 @@ from typing import Any
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan, Step
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.planned import Planned, half_bucket_nbytes, plan_saves
 from xhf_hooks.saves.save import Save
 from xhf_hooks.saves.telemetry import RunLog, SaveClock, warn_of_left_out
@@ -31,7 +31,7 @@ class Saver:
     Args:
         unwrapped: The trained model (unwrap.py).
         log: Gets what is trained and not saved, and the progress of long saves.
-        writer: The writer chosen for the option ``writer`` (places/who_writes.py).
+        writer: The writer chosen for the option ``writer`` (places/claim.py).
         in_background: Whether :meth:`start` will be used.
         after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
             communicates.
@@ -40,7 +40,7 @@ class Saver:
     Attributes:
         source: Renewed at each save.
         planned: Renewed when the model's tensors change.
-        who_writes: Which ranks write what.
+        strategy: Who writes what.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
         in_flight: The save that :meth:`start` began; its outcome is the same on every rank.
@@ -66,7 +66,7 @@ class Saver:
         self.options = options
         self.collective = collective
         self.log = log
-        self.who_writes = WhoWrites(writer)
+        self.strategy = WriteStrategy(writer)
         self.after_commit = after_commit
         self._tell = tell
         self.tokenizer: Any | None = None
@@ -97,7 +97,7 @@ class Saver:
         """Fields of the manifest."""
         return {
             'world_size': self.collective.world_size,
-            'writer': self.who_writes.value,
+            'writer': self.strategy.value,
             'dtype': self.options.dtype or 'as trained',
             'weights': 'live',
             **self._unwrapped.facts,
@@ -188,7 +188,7 @@ class Saver:
             self._unwrapped,
             self.source,
             self.options,
-            self.who_writes,
+            self.strategy,
             self.collective,
             self.log,
             beside_training=self.in_background,

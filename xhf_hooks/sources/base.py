@@ -16,7 +16,7 @@ from torch import nn
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.planning.spread import Spread, mesh_strides, spread_over
+from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_over
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.host_memory import synchronize
@@ -112,7 +112,7 @@ class Source:
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
-            return Spread(tensor.numel(), max(1, tensor.numel()))
+            return on_one_rank(tensor.numel(), 0)
         return spread_over(tensor.numel(), [], self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:

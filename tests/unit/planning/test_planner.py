@@ -11,8 +11,10 @@ from xhf_hooks.options import parse_size
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
+from xhf_hooks.planning.write_strategy import WriteStrategy
 
 HUGE = 10**12
+STREAM = WriteStrategy.STREAM
 
 
 def spec(name: str, *shape: int, dtype: str = 'F32') -> TensorSpec:
@@ -78,9 +80,9 @@ OTHERS = {
     'bucket': plan_of(BASE, bucket=16),
     'shard': plan_of(BASE, shard=16),
     'index': plan_of(BASE, shard=16, n_parameters=8),
-    'who has what': plan_of(BASE, spread={'a': Spread(4, 2)}),
-    'more on the first': plan_of(BASE, spread={'a': Spread(4, 3)}),
-    'from another place': plan_of(BASE, spread={'a': Spread(4, 3, 1)}),
+    'who has what': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 2)}),
+    'more on the first': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 3)}),
+    'from another place': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 3, 1)}),
 }
 
 
@@ -94,14 +96,16 @@ def test_small_slices_of_very_many_ranks_are_gathered():
     specs = [spec('norm', 4096, dtype='BF16'), spec('weight', 4096 * 4096, dtype='BF16')]
     for world_size, gathered in ((8, []), (1024, ['norm'])):
         spread = {spec.name: Spread(spec.shape[0], -(-spec.shape[0] // world_size)) for spec in specs}
-        plan = plan_of(specs, spread=spread)
+        plan = plan_of(specs, strategy=STREAM, spread=spread)
         assert [group.reads[0].name for group in plan.gathered] == gathered
         pieces = sum(len(p.spread.holders) for at_once in plan.rounds for p in at_once.portions if p.number == 0)
         assert pieces <= plan.nbytes / 4096 + 16 * len(specs)
 
 
 def test_each_file_has_one_owner_and_owners_as_many_bytes():
-    plan = plan_of([spec(f'w{i}', 10 + i) for i in range(17)], shard=100, n_writers=4)
+    plan = plan_of(
+        [spec(f'w{i}', 10 + i) for i in range(17)], shard=100, strategy=WriteStrategy.PARALLEL, world_size=4, spread={}
+    )
     owners = {file.name: {place.owner for place in plan.placements if place.file == file.name} for file in plan.files}
     assert all(len(found) == 1 for found in owners.values())
     loads = [sum(place.nbytes for place in plan.placements if place.owner == owner) for owner in range(4)]

@@ -23,10 +23,10 @@ from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.who_writes import WhoWrites
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.spread import Axis, Spread
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -46,7 +46,7 @@ class Saved:
         self,
         parent: Path,
         tensors: dict[str, tuple[tuple[int, ...], str]],
-        who: WhoWrites,
+        strategy: WriteStrategy,
         world_size: int,
         shard_nbytes: int = 2_000,
         bucket_nbytes: int = 1_000,
@@ -63,9 +63,9 @@ class Saved:
             specs,
             max_shard_nbytes=shard_nbytes,
             bucket_nbytes=bucket_nbytes,
-            n_writers=world_size if who.all_ranks else 1,
-            in_place=who.writes_local_shards,
-            spread=self.spread if who is not WhoWrites.GATHER else {},
+            strategy=strategy,
+            world_size=world_size,
+            spread=self.spread,
             round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
@@ -197,7 +197,7 @@ def check(saved: Saved, tensors: dict[str, tuple[tuple[int, ...], str]], shard_n
 
 @given(
     tensors=TENSORS,
-    writer=st.sampled_from(WhoWrites),
+    strategy=st.sampled_from(WriteStrategy),
     world_size=st.integers(1, 8),
     shard_nbytes=st.integers(1, 5_000),
     bucket_nbytes=st.integers(1, 5_000),
@@ -210,17 +210,17 @@ def check(saved: Saved, tensors: dict[str, tuple[tuple[int, ...], str]], shard_n
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_any_tensors(folder, tensors, writer, world_size, shard_nbytes, bucket_nbytes, sliced, seed):
+def test_any_tensors(folder, tensors, strategy, world_size, shard_nbytes, bucket_nbytes, sliced, seed):
     with folder() as parent:
-        saved = Saved(Path(parent), tensors, writer, world_size, shard_nbytes, bucket_nbytes, sliced, seed)
+        saved = Saved(Path(parent), tensors, strategy, world_size, shard_nbytes, bucket_nbytes, sliced, seed)
         check(saved, tensors, shard_nbytes)
         for bucket in saved.plan.buckets:
             assert bucket.read_nbytes <= bucket_nbytes or len(bucket.groups) == 1
 
 
-@pytest.mark.parametrize('writer', WhoWrites)
-def test_a_slice_larger_than_what_is_written_at_once(tmp_path, writer):
+@pytest.mark.parametrize('strategy', WriteStrategy)
+def test_a_slice_larger_than_what_is_written_at_once(tmp_path, strategy):
     """It begins at 4 bytes modulo 8, where numbers must not be cut."""
     tensors = {'a': ((), 'F32'), 'B': ((2,), 'F32'), 'big': ((1301, 1303), 'BF16'), 'z': ((3, 0), 'I64')}
     assert 3 * PIECE_NBYTES < 1301 * 1303 * 2
-    check(Saved(tmp_path, tensors, writer, 2, 10**8, 10**8), tensors, 10**8)
+    check(Saved(tmp_path, tensors, strategy, 2, 10**8, 10**8), tensors, 10**8)
