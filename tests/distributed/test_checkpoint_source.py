@@ -115,7 +115,7 @@ def test_reads_what_the_hook_saved(saved, case):
     source = open_checkpoint(saved / 'checkpoint')
     first_names = [spec.name for spec in source.specs()]
     as_trained = {name: tensor for name, tensor in read_all(source).items() if name in first_names}
-    masters = {name: tensor for name, tensor in read_all(source, use_fp32_master=True).items() if name in first_names}
+    masters = {name: tensor for name, tensor in read_all(source, from_master=True).items() if name in first_names}
     assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
     assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
     if 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
@@ -128,7 +128,7 @@ def test_masters_are_what_zero_to_fp32_gives(saved, case):
 
     kind, options = case.partition('-')[0], CASES[case]
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
-    ours = read_all(open_checkpoint(saved / 'checkpoint'), use_fp32_master=True)
+    ours = read_all(open_checkpoint(saved / 'checkpoint'), from_master=True)
     assert bool(ours.keys() - theirs.keys()) == (kind == 'frozen' and options['stage'] == 1)  # which it drops
     assert_same_tensors(
         {name: ours[name].float() for name in theirs}, {name: tensor.float() for name, tensor in theirs.items()}

@@ -64,13 +64,12 @@ def count_missing(persistent: bool) -> dict[str, int]:
     threshold = 10 * N_LARGE if persistent else 0
     engine = zero_engine(model, 3, stage3_param_persistence_threshold=threshold)
     source = source_for(engine.module)
-    names = ['large', 'small']
     missing = {'gathered': 0, 'afterwards': 0}
     for _ in range(TIMES):
         # Fills new memory with NaN, for it may hold what was gathered there the last time
         torch.use_deterministic_algorithms(True)
         with source.opened():
-            tensors = source.gathered(names, wanted=names, use_fp32_master=False)
+            tensors = source.gathered(source.specs(), wanted=['large', 'small'])
             missing['gathered'] += int((tensors['large'] != 1).sum())
         missing['afterwards'] += int((model.large != 1).sum()) if persistent else 0
         torch.use_deterministic_algorithms(False)

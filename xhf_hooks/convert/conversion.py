@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,8 @@ class Conversion:
     def _plan(self, tensors: Mapping[str, StoredTensor]) -> PlannedOutputs:
         specs = [tensor.spec for tensor in tensors.values()]
         entries = self._exporter.entries(specs, self._options.dtype)
-        use_fp32_master = self._options.dtype is not None
-        if use_fp32_master:
-            specs = [replace(spec, dtype='F32') if spec.has_master else spec for spec in specs]
+        if self._options.dtype is not None:
+            specs = [spec.of_master() if spec.has_master else spec for spec in specs]
         plan = make_plan(
             entries,
             specs,
@@ -176,7 +175,7 @@ class Conversion:
             n_parameters=self._exporter.n_parameters,
             strategy=WriteStrategy.POSITIONAL,
         )
-        return PlannedOutputs(plan, tensors, use_fp32_master=use_fp32_master)
+        return PlannedOutputs(plan, tensors)
 
     @property
     def _step(self) -> Step:

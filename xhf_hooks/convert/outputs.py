@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from xhf_hooks.planning.types import Group, Placement, SavePlan
-from xhf_hooks.sources.read import Slice, made_from
+from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
 
@@ -16,25 +16,24 @@ class PlannedOutputs:
 
     Args:
         tensors: By the names in the plan.
-        use_fp32_master: Read fp32 master weights where there are any.
     """
 
-    def __init__(self, plan: SavePlan, tensors: Mapping[str, StoredTensor], *, use_fp32_master: bool) -> None:
-        self.plan, self.use_fp32_master = plan, use_fp32_master
+    def __init__(self, plan: SavePlan, tensors: Mapping[str, StoredTensor]) -> None:
+        self.plan = plan
         self._tensors = tensors
 
     @property
     def read_nbytes(self) -> int:
         """Bytes that are read from the checkpoint."""
-        return sum(self._tensors[spec.name].read_nbytes(self.use_fp32_master) for spec in self.plan.reads)
+        return sum(self._tensors[spec.name].read_nbytes(spec.from_master) for spec in self.plan.reads)
 
     def read_into(self, group: Group, place: Placement, start: int, out: torch.Tensor) -> None:
         """Cast elements of an output of a group of ``plan.sliced`` into ``out``, from ``start`` on."""
-        stored = self._tensors[group.reads[0].name]
-        stored.read_into(place.run.start + start, out, use_fp32_master=self.use_fp32_master)
+        (spec,) = group.reads
+        self._tensors[spec.name].read_into(place.run.start + start, out, from_master=spec.from_master)
 
-    def make(self, group: Group) -> Iterator[Slice]:
+    def make(self, group: Group) -> Iterator[tuple[Placement, torch.Tensor]]:
         """The outputs of a group of ``plan.gathered``, whole."""
         with torch.no_grad():
-            tensors = {spec.name: self._tensors[spec.name].whole(self.use_fp32_master) for spec in group.reads}
+            tensors = {spec.name: self._tensors[spec.name].whole(spec.from_master) for spec in group.reads}
             yield from made_from(group, tensors, 0)

@@ -85,9 +85,9 @@ def _jobs(
     def write_group(group: Group) -> list[_Written]:
         written = []
         with making:  # whole tensors, of one group at a time
-            for made in outputs.make(group):
+            for place, made in outputs.make(group):
                 meter.sample()  # the peak: what was read, what was made from it, and the cast result
-                written.append(write(made.placement, 0, made.chunk().data))
+                written.append(write(place, 0, host_bytes(made)))
         return written
 
     for group in outputs.plan.gathered:

@@ -110,10 +110,10 @@ class _MadeTensor(StoredTensor):
     last_made: _LastMade = field(kw_only=True)
     stored_nbytes: int = field(kw_only=True)
 
-    def pieces(self, use_fp32_master: bool) -> Pieces:
+    def pieces(self, from_master: bool) -> Pieces:
         return (self.last_made(self.make),)
 
-    def read_nbytes(self, use_fp32_master: bool) -> int:
+    def read_nbytes(self, from_master: bool) -> int:
         return self.stored_nbytes
 
 

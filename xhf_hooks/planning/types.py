@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class TensorSpec:
     Attributes:
         aliases: Other names of the same parameter (tied weights), found by identity.
         has_master: Whether an fp32 master copy exists, as for trained 16-bit parameters.
+        from_master: Whether a save reads that copy; then ``dtype`` is that of the copy.
         master_lost: Whether a 16-bit tensor was, or may have been, trained, but its checkpoint has no master of it.
     """
 
@@ -37,16 +38,16 @@ class TensorSpec:
     dtype: str
     aliases: tuple[str, ...] = ()
     has_master: bool = False
+    from_master: bool = False
     master_lost: bool = False
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
-    @property
-    def from_master(self) -> bool:
-        """Whether a save reads the master: then a plan has its dtype."""
-        return self.has_master and self.dtype == 'F32'
+    def of_master(self) -> TensorSpec:
+        """The spec of its fp32 master copy."""
+        return replace(self, dtype='F32', from_master=True)
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,11 @@ class Group:
     def is_contiguous(self) -> bool:
         """Whether each slice of an output is a slice of the only source tensor."""
         return all(placement.source_offset is not None for placement in self.placements)
+
+    @property
+    def owners(self) -> set[int]:
+        """The ranks that write the outputs."""
+        return {placement.owner for placement in self.placements}
 
     @property
     def read_nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
@@ -73,7 +73,7 @@ def plan_saves(
         entries = exporter.entries(specs, options.dtype)
         read = _with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
-        spread = source.spread({spec.name for spec in read if spec.from_master}, collective)
+        spread = source.spread(read, collective)
     with collective.stage('plan'):
         if any(spec.from_master for spec in read):
             refuse_unreadable_fp32_masters(unwrapped.engine)
@@ -111,4 +111,4 @@ def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype
     if dtype is None:
         return specs
     wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}
-    return [replace(spec, dtype='F32') if spec.has_master and spec.name in wide else spec for spec in specs]
+    return [spec.of_master() if spec.has_master and spec.name in wide else spec for spec in specs]

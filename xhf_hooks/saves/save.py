@@ -73,8 +73,8 @@ class Save:
         """
         saver, collective = self._saver, self._collective
         with self._stage('compare'):
-            names = [spec.name for spec in saver.plan.reads if not spec.from_master]
-            copies = Copies(saver.source, names, collective.rank, collective.world_size)
+            specs = [spec for spec in saver.plan.reads if not spec.from_master]
+            copies = Copies(saver.source, specs, collective.rank, collective.world_size)
             if copies.names:
                 require_equal(copies, collective)
 

@@ -93,20 +93,17 @@ class Source:
         """
         return None
 
-    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
-        """Tensors that :meth:`local_shard` can read, and the elements that each rank holds. Runs on: all ranks.
+    def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
+        """Names of the tensors that :meth:`local_shard` can read, and which elements each rank holds.
 
-        The result is the same on every rank if the specs are. Reads no data.
-
-        Args:
-            masters: The names of which :meth:`local_shard` will read the fp32 master.
+        Runs on: all ranks, with the same result. Reads no data.
 
         Raises:
             AgreedError: A rank failed while ranks exchanged what they hold.
         """
-        fragments = {n: t for n, t in self._tensors.items() if n in masters}
+        fragments = {spec.name: self._tensors[spec.name] for spec in specs if spec.from_master}
         found = spread_of_fragments(fragments, collective)
-        others = ((n, self._once_spread_of(t)) for n, t in self._tensors.items() if n not in masters)
+        others = ((spec.name, self._once_spread_of(self._tensors[spec.name])) for spec in specs if not spec.from_master)
         return found | {name: spread for name, spread in others if spread is not None}
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
@@ -134,7 +131,7 @@ class Source:
         spread = self._once_spread_of(tensor)
         return range(0) if spread is None else spread.held_by(self._rank, with_copies=True)
 
-    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
+    def local_shard(self, spec: TensorSpec) -> LocalShard:
         """This rank's local shard of a tensor, which may be all of it. Does not communicate.
 
         The elements may alias live memory.
@@ -142,18 +139,18 @@ class Source:
         Raises:
             TensorError: The tensor is not partitioned as expected.
         """
-        tensor = self._tensors[name]
-        if not (use_fp32_master and self._has_master(tensor)):
+        tensor = self._tensors[spec.name]
+        if not spec.from_master:
             return LocalShard(0, tensor.detach().reshape(-1))
         mapping = tensor._hp_mapping
         if mapping is None:  # the master is entirely on other ranks
             return LocalShard(0, tensor.new_empty(0, dtype=torch.float32))
         return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
-    def replicated(self, names: Sequence[str]) -> dict[str, Spread]:
+    def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
         """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
-        spreads = ((name, self._once_spread_of(self._tensors[name])) for name in names)
-        return {name: spread for name, spread in spreads if spread is not None and spread.copied}
+        spreads = ((spec, self._once_spread_of(self._tensors[spec.name])) for spec in specs)
+        return {spec: spread for spec, spread in spreads if spread is not None and spread.copied}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -171,28 +168,29 @@ class Source:
         for device in {tensor.device for tensor, spread in spreads if spread is None or not spread.on_every_rank}:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
-        """Whole tensors. Runs on: all ranks, with the same names.
+    def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors by name. Runs on: all ranks, with the same specs.
 
         The tensors may alias live memory, so callers must not write to them. They are valid until training goes on,
         and need no rank to stay where it gathered: while one waits for its disk, the others may be anywhere.
 
         Args:
             wanted: The names that this rank receives. For the others, it only takes part in gathering.
-            use_fp32_master: Return the fp32 master copies where they exist.
         """
         read = {}
-        for name in names:
-            tensor = self._tensors[name].detach()
-            if use_fp32_master and self._has_master(self._tensors[name]):
-                from deepspeed.utils import safe_get_full_fp32_param
-
-                tensor = safe_get_full_fp32_param(self._tensors[name])  # all ranks help to assemble it
-            if name in wanted:
-                read[name] = tensor
+        for spec in specs:
+            whole = self._gather(spec)
+            if spec.name in wanted:
+                read[spec.name] = whole
         return read
+
+    def _gather(self, spec: TensorSpec) -> torch.Tensor:
+        """One whole tensor; all ranks help to assemble it."""
+        if not spec.from_master:
+            return self._tensors[spec.name].detach()
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(self._tensors[spec.name])
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)

@@ -17,6 +17,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.planning.spread import Spread, spread_over
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
 
@@ -70,31 +71,25 @@ class Fsdp2Source(Source):
             parts.append((stride, size, max(1, rows * row_numel)))
         return spread_over(tensor.numel(), parts, self._world_size)
 
-    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        tensor = self._tensors[name]
+    def local_shard(self, spec: TensorSpec) -> LocalShard:
+        tensor = self._tensors[spec.name]
         if _is_whole(tensor):
-            return super().local_shard(name, use_fp32_master)
+            return super().local_shard(spec)
         local, held = tensor.to_local().detach(), self._held(tensor)  # detaching a DTensor takes longer
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
-                f'{name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on rank '
-                f'{self._rank}, found a shard of shape {tuple(local.shape)}'
+                f'{spec.name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on '
+                f'rank {self._rank}, found a shard of shape {tuple(local.shape)}'
             )
         return LocalShard(held.start, local.reshape(-1))
 
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
-        read = {}
-        for name in names:
-            tensor = self._tensors[name].detach()
-            if not _is_whole(tensor):
-                if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: the mesh gathers on its device
-                    tensor = tensor.to(tensor.device_mesh.device_type)
-                tensor = tensor.full_tensor()
-            if name in wanted:
-                read[name] = tensor
-        return read
+    def _gather(self, spec: TensorSpec) -> torch.Tensor:
+        tensor = self._tensors[spec.name].detach()
+        if _is_whole(tensor):
+            return tensor
+        if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: the mesh gathers on its device
+            tensor = tensor.to(tensor.device_mesh.device_type)
+        return tensor.full_tensor()
 
 
 @SOURCES.register_module()
@@ -157,10 +152,10 @@ class Fsdp1Source(Source):
         # HYBRID_SHARD has several such groups
         return self._spread_in_group(math.prod(self._full_shape(tensor)), module.process_group, each, skipped)
 
-    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        tensor = self._tensors[name]
+    def local_shard(self, spec: TensorSpec) -> LocalShard:
+        tensor = self._tensors[spec.name]
         if not self._is_sharded(tensor):
-            return super().local_shard(name, use_fp32_master)
+            return super().local_shard(spec)
         module, index, _ = self._place[id(tensor)]
         flat = module._handle.flat_param
         place = flat._shard_param_infos[index]
@@ -180,17 +175,15 @@ class Fsdp1Source(Source):
                     pass
         yield
 
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
+    def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         read: dict[str, torch.Tensor] = {}
         by_module: dict[Any, list[str]] = {}
-        for name in names:
-            tensor = self._tensors[name]
+        for spec in specs:
+            tensor = self._tensors[spec.name]
             if self._is_sharded(tensor):
-                by_module.setdefault(self._place[id(tensor)][0], []).append(name)
-            elif name in wanted:
-                read[name] = tensor.detach()
+                by_module.setdefault(self._place[id(tensor)][0], []).append(spec.name)
+            elif spec.name in wanted:
+                read[spec.name] = tensor.detach()
         for module, own in by_module.items():
             with module.summon_full_params(module, recurse=False, writeback=False):
                 read.update((name, self._tensors[name].detach().clone()) for name in own if name in wanted)

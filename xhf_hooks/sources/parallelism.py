@@ -8,7 +8,7 @@ Each of its layers knows how it is split, and gathers itself (``gather_params`` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
 from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Source
 
@@ -43,19 +44,15 @@ class AutoTpSource(Source):
     def accepts(cls, model: nn.Module) -> bool:
         return any(map(_is_split, model.parameters()))
 
-    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
+    def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
         """As of other models, but for the masters, which ZeRO spreads over some of the ranks only."""
-        return {name: spread for name, spread in super().spread((), collective).items() if name not in masters}
+        return super().spread([spec for spec in specs if not spec.from_master], collective)
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         return None if _is_split(tensor) else super()._spread_of(tensor)
 
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
-        own = super().gathered(names, wanted=names, use_fp32_master=use_fp32_master)
-        whole = {name: _whole(self._tensors[name], tensor) for name, tensor in own.items()}  # all ranks help
-        return {name: tensor for name, tensor in whole.items() if name in wanted}
+    def _gather(self, spec: TensorSpec) -> torch.Tensor:
+        return _whole(self._tensors[spec.name], super()._gather(spec))
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else super()._full_shape(tensor)

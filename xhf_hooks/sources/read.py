@@ -6,10 +6,9 @@ consecutive bytes, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, takewhile
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from itertools import chain, starmap, takewhile
+from typing import Protocol
 
 import torch
 
@@ -17,11 +16,10 @@ from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.rounds import Portion, portions_of
-from xhf_hooks.planning.types import Bucket, Chunk, Group, Placement, SavePlan
+from xhf_hooks.planning.types import Chunk, Group, Placement, SavePlan, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
-T = TypeVar('T')
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20
 #: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
@@ -30,27 +28,23 @@ BUCKETS_PER_AGREEMENT = 64
 _SPARE_BUCKETS = 3
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Consecutive elements of an output tensor, cast, on the model's device; they may alias live memory.
+class ToHost(Protocol):
+    """Brings consecutive elements of an output tensor to host memory.
 
-    Attributes:
-        start: Offset of the first byte in the placement.
+    The elements are cast, lie on the model's device, and may alias live memory; ``start`` is the offset of their first
+    byte in the placement.
     """
 
-    placement: Placement
-    start: int
-    elements: torch.Tensor
-
-    def chunk(self) -> Chunk:
-        """Its bytes in host memory, for a writer."""
-        return Chunk(self.placement, host_bytes(self.elements), self.start)
+    def __call__(self, placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk: ...
 
 
-def unsent(
-    plan: SavePlan, source: Source, collective: Collective, convert: Callable[[Slice], T]
-) -> Generator[T, None, None]:
-    """Yield what this rank writes, except what is sent, after ``convert``. Runs on: all ranks, to the end.
+def in_host_memory(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
+    """:class:`ToHost` for what is written at once: elements that are in host memory are not copied."""
+    return Chunk(placement, host_bytes(elements), start)
+
+
+def unsent(plan: SavePlan, source: Source, collective: Collective, to_host: ToHost) -> Generator[Chunk, None, None]:
+    """Yield what this rank writes, except what is sent. Runs on: all ranks, to the end.
 
     Failures here are remembered, and so must be those of the caller.
 
@@ -59,19 +53,18 @@ def unsent(
     """
     with torch.no_grad():
         with collective.remembering('read'):
-            own = SliceReader(source).read(_portions_from_a_place_of_its_own(plan))
-            yield from map(convert, takewhile(lambda _: not collective.is_failing, own))
+            own = SliceReader(source).read(_portions_from_another_group_each(plan, collective), to_host)
+            yield from takewhile(lambda _: not collective.is_failing, own)
         if plan.buckets:
-            yield from gathered(plan, source, collective, convert)
+            yield from gathered(plan, source, collective, to_host)
 
 
-def _portions_from_a_place_of_its_own(plan: SavePlan) -> Iterator[Portion]:
+def _portions_from_another_group_each(plan: SavePlan, collective: Collective) -> Iterator[Portion]:
     """What ranks write in slices, rotated so that each rank begins with a different group.
 
     Most file systems let one process at a time write to a file; ranks that write to different files need not wait.
     """
-    rank, world_size = rank_and_world_size()
-    first = len(plan.sliced) * rank // world_size
+    first = len(plan.sliced) * collective.rank // collective.world_size
     return chain.from_iterable(map(portions_of, plan.sliced[first:] + plan.sliced[:first]))
 
 
@@ -83,24 +76,24 @@ class SliceReader:
         self._rank = rank_and_world_size()[0]
         self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
 
-    def read(self, portions: Iterable[Portion]) -> Generator[Slice, None, None]:
-        """This rank's slices of the portions, cast, in parts, without communication.
+    def read(self, portions: Iterable[Portion], to_host: ToHost) -> Iterator[Chunk]:
+        """This rank's slices of the portions, in parts, without communication.
 
         Raises:
             TensorError: A slice does not match the plan.
         """
         for portion in portions:
-            mine, place = portion.held_by(self._rank), portion.placement
+            mine, placement = portion.held_by(self._rank), portion.placement
             own = self._shard(portion) if mine else None
             for start in mine[::_PART_NUMEL]:
-                first = place.run.start + start - own.start
+                first = placement.run.start + start - own.start
                 part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
-                yield Slice(place, start * portion.width, part.to(TORCH_DTYPES[place.dtype]))
+                yield to_host(placement, part.to(TORCH_DTYPES[placement.dtype]), start * portion.width)
 
     def _shard(self, portion: Portion) -> LocalShard:
         spec, held, first = portion.read, portion.spread.held_by(self._rank), portion.placement.run.start
         if self._last is None or self._last[0] != spec.name:
-            self._last = spec.name, self._source.local_shard(spec.name, spec.from_master)
+            self._last = spec.name, self._source.local_shard(spec)
         own = self._last[1]
         start, end = held.start + first, held.stop + first
         found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
@@ -113,15 +106,13 @@ class SliceReader:
         return own
 
 
-def gathered(
-    plan: SavePlan, source: Source, collective: Collective, convert: Callable[[Slice], T]
-) -> Generator[T, None, None]:
-    """Gather bucket after bucket and yield what this rank writes, after ``convert``. Runs on: all ranks, to the end.
+def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: ToHost) -> Generator[Chunk, None, None]:
+    """Gather bucket after bucket and yield what this rank writes. Runs on: all ranks, to the end.
 
-    What ``convert`` gets is valid until the next one. Ranks wait for each other on gloo before each bucket: a writer
-    may hold a bucket while its disk is busy, and the other ranks must not wait for it inside the collective that
-    gathers; for the same reason a rank finds out that it lacks memory before the first of them. Failures here and in
-    the caller are remembered, and agreed on every few buckets.
+    Ranks wait for each other on gloo before each bucket: a writer may hold a bucket while its disk is busy, and the
+    other ranks must not wait for it inside the collective that gathers; for the same reason a rank finds out that it
+    lacks memory before the first of them. Failures here and in the caller are remembered, and agreed on every few
+    buckets.
 
     Raises:
         AgreedError: A rank failed, or found a tensor that does not match the plan.
@@ -130,54 +121,33 @@ def gathered(
         meter = MemoryMeter()
         if collective.world_size > 1:
             source.require_room(plan.largest_bucket_nbytes)
-        requests = [_Request.of(bucket, collective.rank) for bucket in plan.buckets]
+        reads = [_reads_of(bucket.groups) for bucket in plan.buckets]
+        to_make = [[group for group in bucket.groups if collective.rank in group.owners] for bucket in plan.buckets]
+        wanted = [{spec.name for spec in _reads_of(groups)} for groups in to_make]
     with source.opened():
-        for number, request in enumerate(requests):
+        for number, specs in enumerate(reads):
             if number % BUCKETS_PER_AGREEMENT or number == 0:  # before the first, ranks have just agreed
                 collective.wait('gather')
             else:
                 collective.agree('gather')
             tensors: dict[str, torch.Tensor] = {}
-            wanted = () if collective.is_failing else request.wanted
-            for is_master, names in request.names.items():
-                with collective.remembering('gather'):
-                    tensors |= source.gathered(names, wanted=wanted, use_fp32_master=is_master)
             with collective.remembering('gather'):
-                for group in () if collective.is_failing else request.groups:
-                    yield from map(convert, made_from(group, tensors, collective.rank))
+                tensors = source.gathered(specs, wanted=() if collective.is_failing else wanted[number])
+            with collective.remembering('gather'):
+                for group in () if collective.is_failing else to_make[number]:
+                    yield from starmap(to_host, made_from(group, tensors, collective.rank))
                 del tensors
                 if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
                     return_freed_memory()
         collective.agree('gather')
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is gathered at once.
-
-    Attributes:
-        names: Of the tensors that are gathered as they are (False), and of those of which the fp32 master is (True).
-        groups: What this rank makes of them.
-        wanted: The names that it needs for that.
-    """
-
-    names: dict[bool, list[str]]
-    groups: list[Group]
-    wanted: set[str]
-
-    @classmethod
-    def of(cls, bucket: Bucket, rank: int) -> _Request:
-        """A bucket as ``rank`` gathers it."""
-        names: dict[bool, list[str]] = {}
-        for spec in sorted(
-            (spec for group in bucket.groups for spec in group.reads), key=lambda spec: spec.from_master
-        ):
-            names.setdefault(spec.from_master, []).append(spec.name)
-        groups = [group for group in bucket.groups if any(place.owner == rank for place in group.placements)]
-        return cls(names, groups, {spec.name for group in groups for spec in group.reads})
+def _reads_of(groups: Iterable[Group]) -> list[TensorSpec]:
+    """The tensors that groups read, each once."""
+    return list(dict.fromkeys(spec for group in groups for spec in group.reads))
 
 
-def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[Slice]:
+def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[tuple[Placement, torch.Tensor]]:
     """The outputs of a group that ``rank`` writes, whole and cast.
 
     Raises:
@@ -198,4 +168,4 @@ def made_from(group: Group, tensors: Mapping[str, torch.Tensor], rank: int) -> I
         made = outputs[placement.hf_name]
         if tuple(made.shape) != placement.shape:
             raise TensorError(f'{placement.hf_name}: expected shape {placement.shape}, made {tuple(made.shape)}')
-        yield Slice(placement, 0, made.to(TORCH_DTYPES[placement.dtype]))
+        yield placement, made.to(TORCH_DTYPES[placement.dtype])

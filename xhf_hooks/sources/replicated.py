@@ -16,6 +16,7 @@ import torch
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
 
 _WORD_NBYTES = 8
@@ -26,7 +27,7 @@ class Copies:
     """What several ranks hold of a model, and this rank's checksums of it. Makes no collective call.
 
     Args:
-        names: Of the tensors that a save reads.
+        specs: The tensors that a save reads.
 
     Attributes:
         names: Of the tensors of which several ranks hold the same elements.
@@ -34,12 +35,12 @@ class Copies:
         digests: A row for each way in which copies are spread, a column for each rank; zero but for this rank's.
     """
 
-    def __init__(self, source: Source, names: Sequence[str], rank: int, world_size: int) -> None:
-        spreads = source.replicated(names)
-        self.names, self._spreads = list(spreads), list(spreads.values())
+    def __init__(self, source: Source, specs: Sequence[TensorSpec], rank: int, world_size: int) -> None:
+        spreads = source.replicated(specs)
+        self.names, self._spreads = [spec.name for spec in spreads], list(spreads.values())
         of_mesh = {spread.copied: spread for spread in self._spreads}
         self._firsts = {mesh: [spread.first_holder(r) for r in range(world_size)] for mesh, spread in of_mesh.items()}
-        self.checksums = checksums_of(self.names, source)
+        self.checksums = checksums_of(list(spreads), source)
         self.digests = np.zeros((len(self._firsts), world_size), np.int64)
         for row, mesh in zip(self.digests, self._firsts, strict=True):
             row[rank] = crc32(self.checksums[[spread.copied == mesh for spread in self._spreads]].tobytes())
@@ -62,11 +63,11 @@ class Copies:
         )
 
 
-def checksums_of(names: Sequence[str], source: Source) -> np.ndarray:
+def checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:
     """Checksums of what this rank holds of each tensor. Waits once for a device."""
-    if not names:
+    if not specs:
         return np.zeros(0, np.int64)
-    sums = [_checksum(source.local_shard(name, use_fp32_master=False).elements) for name in names]
+    sums = [_checksum(source.local_shard(spec).elements) for spec in specs]
     return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()
 
 

@@ -15,24 +15,24 @@ should get an error instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.planning.types import Chunk, SavePlan
+from xhf_hooks.planning.types import Chunk, Placement, SavePlan
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
-from xhf_hooks.sources.read import Slice, SliceReader, unsent
+from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent
 
 #: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_AGREEMENT = 64
 #: Receive buffers: one is being filled while the others wait for the disk.
 _BUFFERS = 3
 
-#: Called with a round and an owner; returns this rank's slices for that owner, in the order of the message.
-ReadSlices = Callable[[int, int], Iterable[Slice]]
+#: Called with a round and an owner; reads this rank's slices for that owner, in the order of the message.
+ReadSlices = Callable[[int, int, ToHost], Iterable[Chunk]]
 
 
 class SliceSender:
@@ -42,7 +42,7 @@ class SliceSender:
     and no device collective waits for a disk.
 
     Args:
-        read: Returns this rank's slices, without communication. Its errors are remembered.
+        read: Does not communicate. Its errors are remembered.
         pinned: They are on a device.
     """
 
@@ -109,14 +109,13 @@ class SliceSender:
         for owner, nbytes in nbytes_of.items():
             start, end = end, end + nbytes
             if not self._collective.is_failing:
-                _fill(buffer[start:end], self._read(number, owner))
+                _fill(buffer[start:end], partial(self._read, number, owner))
 
     def _written_here(self, number: int, arrived: Mapping[int, torch.Tensor]) -> Iterator[Chunk]:
         """The chunks of a round, unless a rank has failed that this rank knows of."""
         if self._collective.is_failing:
             return
-        for own in self._read(number, self._rank):
-            yield own.chunk()
+        yield from self._read(number, self._rank, in_host_memory)
         done = dict.fromkeys(arrived, 0)
         for portion in self._rounds[number].for_owner(self._rank):
             for sender in portion.holders:
@@ -127,13 +126,21 @@ class SliceSender:
                     yield Chunk(portion.placement, data, held.start * portion.width)
 
 
-def _fill(message: torch.Tensor, slices: Iterable[Slice]) -> None:
+def _fill(message: torch.Tensor, read: Callable[[ToHost], Iterable[Chunk]]) -> None:
+    """Read slices into a message, one after the other."""
     end, devices = 0, set()
-    for found in slices:
-        flat = found.elements.detach().contiguous().reshape(-1).view(torch.uint8)
-        start, end = end, end + flat.numel()
-        message[start:end].copy_(flat, non_blocking=True)
+
+    def append(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
+        nonlocal end
+        flat = elements.detach().contiguous().reshape(-1).view(torch.uint8)
+        room = message[end : end + flat.numel()]
+        room.copy_(flat, non_blocking=True)
+        end += flat.numel()
         devices.add(flat.device)
+        return Chunk(placement, room.numpy().data, start)
+
+    for _ in read(append):
+        pass
     synchronize(devices)
     if end != len(message):
         raise TensorError(f'expected a message of {len(message)} bytes of slices, found {end}')
@@ -150,12 +157,12 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
     """
     reader = SliceReader(source)
 
-    def read(number: int, owner: int) -> Iterator[Slice]:
-        return reader.read(plan.rounds[number].message(collective.rank, owner))
+    def read(number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
+        return reader.read(plan.rounds[number].message(collective.rank, owner), to_host)
 
     with torch.no_grad():
         yield from SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()
-        yield from unsent(plan, source, collective, Slice.chunk)
+        yield from unsent(plan, source, collective, in_host_memory)
 
 
 class Snapshot:
@@ -169,28 +176,28 @@ class Snapshot:
 
     def __init__(self, plan: SavePlan, source: Source, memory: SnapshotMemory, collective: Collective) -> None:
         self._plan = plan
-        self._slices: dict[tuple[int, int], list[Slice]] = {}
+        self._slices: dict[tuple[int, int], list[Chunk]] = {}
+        self._chunks: list[Chunk] = []
 
-        def held(found: Slice) -> Slice:
-            return replace(found, elements=memory.hold(found.elements, found.placement.offset + found.start))
+        def hold(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
+            return in_host_memory(placement, memory.hold(elements, placement.offset + start), start)
 
         with torch.no_grad(), collective.stage('snapshot'):
             memory.clear()
             reader = SliceReader(source)
             for number, at_once in enumerate(plan.rounds):
                 for owner in at_once.owners:
-                    sent = reader.read(at_once.message(collective.rank, owner))
-                    self._slices[number, owner] = [held(found) for found in sent]
-        self._chunks: list[Chunk] = []
+                    self._slices[number, owner] = [*reader.read(at_once.message(collective.rank, owner), hold)]
         with collective.stage('snapshot'):
-            for found in unsent(plan, source, collective, held):
-                with collective.remembering('snapshot'):
-                    self._chunks.append(found.chunk())
+            self._chunks += unsent(plan, source, collective, hold)
             memory.synchronize()
 
     def chunks(self, collective: Collective) -> Generator[Chunk, None, None]:
         """Yield what this rank writes, as :func:`live_chunks` does."""
         with collective.remembering('read'):
             yield from self._chunks
-        sender = SliceSender(self._plan, lambda *key: self._slices.get(key, []), collective)
-        yield from sender.chunks()
+        yield from SliceSender(self._plan, self._copied, collective).chunks()
+
+    def _copied(self, number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
+        for chunk in self._slices.get((number, owner), []):
+            yield to_host(chunk.placement, torch.frombuffer(chunk.data, dtype=torch.uint8), chunk.start)

@@ -47,37 +47,39 @@ class StoredTensor:
     @property
     def spec(self) -> TensorSpec:
         """What it is."""
-        return TensorSpec(self.name, self.shape, self.dtype, self.aliases, self.master is not None, self.master_lost)
+        has_master = self.master is not None
+        return TensorSpec(
+            self.name, self.shape, self.dtype, self.aliases, has_master=has_master, master_lost=self.master_lost
+        )
 
-    def pieces(self, use_fp32_master: bool) -> Pieces:
+    def pieces(self, from_master: bool) -> Pieces:
         """The pieces to read; concatenated, they are the row-major tensor."""
-        return self.master if use_fp32_master and self.master is not None else self.trained
+        return self.master if from_master and self.master is not None else self.trained
 
-    def read_nbytes(self, use_fp32_master: bool) -> int:
+    def read_nbytes(self, from_master: bool) -> int:
         """Bytes in files that reading it reads."""
-        return sum(piece.nbytes for piece in self.pieces(use_fp32_master))
+        return sum(piece.nbytes for piece in self.pieces(from_master))
 
-    def read_into(self, start: int, out: torch.Tensor, *, use_fp32_master: bool = False) -> None:
+    def read_into(self, start: int, out: torch.Tensor, *, from_master: bool = False) -> None:
         """Cast elements from ``start`` on into ``out``, as many as fit.
 
-        With ``use_fp32_master=True`` values are rounded once, from the master. Otherwise they are rounded to the
+        With ``from_master=True`` values are rounded once, from the master. Otherwise they are rounded to the
         training dtype first, as the hook saves them.
         """
-        from_master = use_fp32_master and self.master is not None
-        through = None if from_master else TORCH_DTYPES[self.dtype]
+        through = None if from_master and self.master is not None else TORCH_DTYPES[self.dtype]
         done = 0
-        for part in _parts(self.pieces(use_fp32_master), start, len(out)):
+        for part in _parts(self.pieces(from_master), start, len(out)):
             target = out[done : done + len(part)]
             target.copy_(part if through in (None, part.dtype, target.dtype) else part.to(through))
             done += len(part)
         if done < len(out):
             raise CheckpointError(f'{self.name}: expected elements {start} to {start + len(out)}, found {done} of them')
 
-    def whole(self, use_fp32_master: bool) -> torch.Tensor:
+    def whole(self, from_master: bool) -> torch.Tensor:
         """All of it, in new memory."""
-        dtype = 'F32' if use_fp32_master and self.master is not None else self.dtype
+        dtype = 'F32' if from_master and self.master is not None else self.dtype
         found = torch.empty(self.shape, dtype=TORCH_DTYPES[dtype])
-        self.read_into(0, found.view(-1), use_fp32_master=use_fp32_master)
+        self.read_into(0, found.view(-1), from_master=from_master)
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
@@ -50,23 +52,22 @@ class Zero3Source(Source):
                 f"adapter with lora='adapter'"
             )
 
-    def spread(self, masters: Collection[str], collective: Collective) -> dict[str, Spread]:
-        """The spread of all partitioned parameters; masters are spread as their parameters are."""
-        spreads = ((name, self._spread_of(tensor)) for name, tensor in self._tensors.items())
-        return {name: spread for name, spread in spreads if spread is not None}
+    def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
+        """As of other models; masters are spread as their parameters are."""
+        return super().spread([replace(spec, from_master=False) for spec in specs], collective)
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not _is_partitioned(tensor):
             return super()._spread_of(tensor)
         return self._spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
 
-    def local_shard(self, name: str, use_fp32_master: bool) -> LocalShard:
-        tensor = self._tensors[name]
+    def local_shard(self, spec: TensorSpec) -> LocalShard:
+        tensor = self._tensors[spec.name]
         if not _is_partitioned(tensor):
-            return super().local_shard(name, use_fp32_master)
+            return super().local_shard(spec)
         held = self._held(tensor)
         # The last partitions of a parameter are padded
-        return LocalShard(held.start, self._partition(name, use_fp32_master)[: len(held)])
+        return LocalShard(held.start, self._partition(spec)[: len(held)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -91,17 +92,14 @@ class Zero3Source(Source):
                 optimizer.checkpoint_event_epilogue()
                 _wait_until_arrived(optimizer.persistent_parameters)  # training uses them next
 
-    def gathered(
-        self, names: Sequence[str], *, wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
+    def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         import deepspeed
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        tensors = {name: self._tensors[name] for name in names}
-        own = [n for n, t in tensors.items() if (use_fp32_master and self._has_master(t)) or _is_on_nvme(t)]
+        by_us = [spec for spec in specs if self._is_gathered_by_us(spec)]
+        others = {spec.name: self._tensors[spec.name] for spec in specs if not self._is_gathered_by_us(spec)}
         # A parameter that is already whole (a persistent one of a model without optimizer) must stay whole:
         # GatheredParameters would partition it on exit
-        others = {n: t for n, t in tensors.items() if n not in own}
         partitioned = {
             n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
         }
@@ -110,11 +108,12 @@ class Zero3Source(Source):
             _wait_until_arrived(partitioned.values())
             # Stays when the parameter is freed. Nothing may wait inside: with enable_sanity_checks the exit all-reduces
             read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
-        return read | self._gather_partitions(own, wanted, use_fp32_master)
+        return read | self._gather_partitions(by_us, wanted)
 
-    def _gather_partitions(
-        self, names: Sequence[str], wanted: Collection[str], use_fp32_master: bool
-    ) -> dict[str, torch.Tensor]:
+    def _is_gathered_by_us(self, spec: TensorSpec) -> bool:
+        return spec.from_master or _is_on_nvme(self._tensors[spec.name])
+
+    def _gather_partitions(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Fp32 masters, and parameters on NVMe, for which DeepSpeed may not have enough buffers.
 
         A rank that cannot read its partition takes part anyway, and raises afterwards: otherwise the others would wait
@@ -125,33 +124,31 @@ class Zero3Source(Source):
 
         device = get_accelerator().current_device_name()
         found, on_their_way, error = {}, [], None
-        for name in names:
-            tensor = self._tensors[name]
+        for spec in specs:
+            tensor = self._tensors[spec.name]
             try:
-                partition = self._partition(name, use_fp32_master)
+                partition = self._partition(spec)
             except Exception as caught:
                 error = caught if error is None else error
-                is_master = use_fp32_master and self._has_master(tensor)
-                dtype = torch.float32 if is_master else tensor.dtype
-                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=dtype, device='cpu')
+                partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=TORCH_DTYPES[spec.dtype], device='cpu')
             group, numel = _partition_group(tensor), partition.numel()
             full = torch.empty(numel * dist.get_world_size(group), dtype=partition.dtype, device=device)
             # Sent from its place in the result, so that no memory is needed beside that
             own = full[dist.get_rank(group) * numel :][:numel].copy_(partition)
             on_their_way.append(dist.all_gather_into_tensor(full, own, group=group, async_op=True))
-            if name in wanted:
-                found[name] = full[: tensor.ds_numel].view(tensor.ds_shape)
+            if spec.name in wanted:
+                found[spec.name] = full[: tensor.ds_numel].view(tensor.ds_shape)
         for work in on_their_way:
             work.wait()
         if error is not None:
             raise error
         return found
 
-    def _partition(self, name: str, use_fp32_master: bool) -> torch.Tensor:
+    def _partition(self, spec: TensorSpec) -> torch.Tensor:
         """This rank's elements, with padding. Does not communicate; the result may alias live memory."""
-        tensor = self._tensors[name]
+        tensor = self._tensors[spec.name]
         expected = tensor.ds_tensor.ds_numel
-        if use_fp32_master and self._has_master(tensor):
+        if spec.from_master:
             partition = _master(tensor)
         elif _is_on_nvme(tensor):
             swapper = tensor.nvme_swapper
@@ -160,7 +157,8 @@ class Zero3Source(Source):
             partition = tensor.ds_tensor.data
         if partition.numel() != expected:
             raise TensorError(
-                f'{name}: expected a partition of {expected} elements on rank {self._rank}, found {partition.numel()}'
+                f'{spec.name}: expected a partition of {expected} elements on rank {self._rank}, '
+                f'found {partition.numel()}'
             )
         return partition.reshape(-1)
 

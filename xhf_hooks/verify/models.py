@@ -105,7 +105,7 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
 
     @lru_cache(maxsize=2)  # while one is compared, threads begin with the next
     def made(number: int) -> dict[str, torch.Tensor]:
-        return {found.placement.hf_name: found.elements.reshape(-1) for found in outputs.make(groups[number])}
+        return {place.hf_name: made.reshape(-1) for place, made in outputs.make(groups[number])}
 
     def read(name: str, first: int, count: int) -> torch.Tensor:
         number, place = places[name]
@@ -117,7 +117,7 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
         return out
 
     tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in places.items()}
-    kind = 'fp32 master weights' if outputs.use_fp32_master else 'as trained'
+    kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
     label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
     return Model(label, tensors, read, notes, is_made=True)
 

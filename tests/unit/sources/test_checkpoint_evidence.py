@@ -34,5 +34,5 @@ def test_one_rank_of_another_run_of_as_many_steps(tmp_path, stage):
     shutil.copy(other / optim(1), folder)
     source = open_checkpoint(folder)
     assert source.unproven == (ONE_RUN,)
-    found = read_all(source, use_fp32_master=True)
+    found = read_all(source, from_master=True)
     assert any(not torch.equal(tensor, made.masters[name]) for name, tensor in found.items())

@@ -40,7 +40,7 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     assert source.warnings == [] and source.iteration == 5
     assert_same_tensors(read_all(source), made.as_trained)
     expected = {**made.as_trained, **made.masters}
-    assert_same_tensors(read_all(source, use_fp32_master=True), expected)
+    assert_same_tensors(read_all(source, from_master=True), expected)
     has_master = [spec.name for spec in source.specs() if spec.has_master]
     assert has_master == ([] if made.dtype == torch.float32 else list(made.masters))
 
@@ -49,7 +49,7 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
 def test_more_ranks_than_elements(tmp_path, stage):
     made = MadeCheckpoint(stage=stage, world_size=150, groups=TWO_GROUPS)
     source = open_checkpoint(made.write(tmp_path / 'x'))
-    assert_same_tensors(read_all(source, use_fp32_master=True), dict(made.masters))
+    assert_same_tensors(read_all(source, from_master=True), dict(made.masters))
 
 
 def test_named_but_not_stored(tmp_path):

@@ -80,5 +80,5 @@ def test_what_is_computed_is_computed_on_the_host():
 
     place = Placement('doubled', (3,), 'F32', 'model.safetensors', 0, 12)
     group = Group((TensorSpec('weight', (3,), 'F32'),), (place,), double)
-    (made,) = made_from(group, {'weight': torch.ones(3).as_subclass(OnFirst)}, 0)
-    assert made.elements.device.type == 'cpu' and made.elements.tolist() == [2] * 3
+    ((_, made),) = made_from(group, {'weight': torch.ones(3).as_subclass(OnFirst)}, 0)
+    assert made.device.type == 'cpu' and made.tolist() == [2] * 3

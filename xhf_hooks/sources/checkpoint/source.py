@@ -149,8 +149,8 @@ def _judge_steps(told: str | None, tensors: Sequence[StoredTensor]) -> list[str]
         return []
     in_both = [tensor for tensor in tensors if tensor.master is not None and tensor.master is not tensor.trained]
     for tensor in in_both:
-        rounded = tensor.whole(use_fp32_master=True).to(TORCH_DTYPES[tensor.dtype])
-        if not torch.equal(rounded, tensor.whole(use_fp32_master=False)):
+        rounded = tensor.whole(from_master=True).to(TORCH_DTYPES[tensor.dtype])
+        if not torch.equal(rounded, tensor.whole(from_master=False)):
             raise CheckpointError(
                 f'{told}, and {tensor.name} differs: not of one save; put the files of one save together'
             )
