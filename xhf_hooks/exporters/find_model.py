@@ -18,22 +18,27 @@ if TYPE_CHECKING:
 def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrainedModel]:
     """The path and the PreTrainedModel to export: ``module``, else ``llm``, else the only one.
 
+    A PeftModel stands for the model in it.
+
     Raises:
         ModelError: There is none, or the choice is ambiguous.
     """
     from transformers import PreTrainedModel
 
+    candidates = pretrained_in(model)
     if module is not None:
-        found = {without_wrappers(path): child for path, child in model.named_modules()}.get(module)
+        modules = {without_wrappers(path): child for path, child in model.named_modules()}
+        path = base_path(module) if module in adapters_in(model) else module
+        found = modules.get(path)
         if not isinstance(found, PreTrainedModel):
             raise ModelError(
                 f'option module: expected the path of a PreTrainedModel in {type(model).__name__}, found '
-                f'{module!r} ({type(found).__name__}). There are: {sorted(pretrained_in(model))}'
+                f'{module!r} ({type(found).__name__}). There are: {sorted(candidates)}'
             )
-        return module, found
-    candidates = pretrained_in(model)
-    if 'llm' in candidates:
-        return 'llm', candidates['llm']
+        return path, found
+    for path in ('llm', base_path('llm')):
+        if path in candidates:
+            return path, candidates[path]
     if len(candidates) != 1:
         raise ModelError(
             f'{type(model).__name__} holds {len(candidates)} Hugging Face models: {sorted(candidates)}. '
@@ -67,18 +72,12 @@ def quantization_of(model: PreTrainedModel) -> str | None:
 
 
 def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
-    """The path and the PeftModel to export, by the rules of find_pretrained; None if another model is exported."""
-    found = adapters_in(model)
-    if module is not None:
-        return next(((p, m) for p, m in found.items() if module in (p, base_path(p))), None)
-    pretrained = pretrained_in(model)
-    # An adapter inside a PreTrainedModel is exported with that model
-    found = {p: m for p, m in found.items() if not any(p.startswith(f'{q}.'.removeprefix('.')) for q in pretrained)}
-    if 'llm' in found and 'llm' not in pretrained:
-        return 'llm', found['llm']
-    if len(found) == len(pretrained) == 1:
-        return next(iter(found.items()))
-    return None
+    """The path and the PeftModel around the model that find_pretrained chooses; None if there is none."""
+    try:
+        chosen, _ = find_pretrained(model, module)
+    except ModelError:
+        return None
+    return next(((path, adapted) for path, adapted in adapters_in(model).items() if base_path(path) == chosen), None)
 
 
 def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
