@@ -27,10 +27,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     'experts': ('mixtral', dict(target_parameters=EXPERTS)),
     'tokens': ('llama', dict(trainable_token_indices={'embed_tokens': [5, 9, 130]})),  # peft computes the embedding
 }
-CASES = ['plain-zero2', 'plain-zero3', 'plain-zero3_fp32', 'dora_modules_to_save-zero3']
-EXPERT_CASES = (
-    ['experts-zero3', 'experts-zero3_fp32', 'experts-fsdp2_fp32'] if is_known_to_peft('expert_parameters') else []
-)
+CASES = ['plain-zero2', 'plain-zero3', 'dora_modules_to_save-zero3_fp32']
+EXPERT_CASES = ['experts-zero3_fp32', 'experts-fsdp2_fp32'] if is_known_to_peft('expert_parameters') else []
 UNMERGEABLE = ['tokens-zero3', 'tokens-fsdp2_fp32']
 
 

@@ -29,9 +29,6 @@ from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
-from xhf_hooks.exporters.computed import with_computed
-from xhf_hooks.exporters.lora_merge import WeightMerge
-from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
 
 BF16 = torch.bfloat16
@@ -110,19 +107,6 @@ def test_adapter_of_another_name_in_another_dtype(tmp_path):
 def exact_merge(model: nn.Module) -> dict[str, torch.Tensor]:
     """peft's merge of the same weights in float64."""
     return copy.deepcopy(model).double().merge_and_unload().state_dict()
-
-
-def test_merge_before_a_conversion():
-    """Weights that transformers stacks, splits or transposes on the way out are merged first."""
-    merge = WeightMerge('w', 'a', 'b', None, 2.0, transposed=False)
-    tensors = {'w': torch.randn(4, 3), 'a': torch.randn(2, 3), 'b': torch.randn(4, 2), 'v': torch.randn(4, 3)}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    entry = ExportEntry('stacked', (2, 4, 3), 'F32', ('w', 'v'), lambda t: {'stacked': torch.stack([t['w'], t['v']])})
-    (derived,) = with_computed([entry], {'w': merge})
-    assert derived.reads == ('w', 'v', 'a', 'b')
-    expected = tensors['w'] + tensors['b'] @ tensors['a'] * 2.0
-    assert torch.equal(derived.combine(tensors)['stacked'], torch.stack([expected, tensors['v']]))
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.modern_only

@@ -105,21 +105,6 @@ def test_lora(tmp_path):
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}  # as in training
 
 
-def test_hub_cache(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    commit = 'a' * 40
-    repository = tmp_path / 'hub' / 'models--organization--mixed'
-    (repository / 'refs').mkdir(parents=True)
-    (repository / 'refs' / 'main').write_text(commit)
-    base = mixed_base(repository / 'snapshots' / commit)
-    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
-    model = loaded(base)
-    model.config._name_or_path = 'organization/mixed'
-    save_hf(model, tmp_path / 'hf_model', dtype='base')
-    assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
-
-
 @pytest.mark.parametrize(
     ('dtype', 'file', 'said'),
     [
