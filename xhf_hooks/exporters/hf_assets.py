@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
+from xhf_hooks.exporters.transformers_4.installed import dtype_field
 from xhf_hooks.exporters.transformers_4.rope import add_older_rope
 from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -42,7 +43,7 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     """
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
-    dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
+    dtype_option = dtype_field(config)
     written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))
     for part in vars(config).values() if dtype is not None else ():

@@ -6,10 +6,10 @@ cause. It reads no weights, and takes tenths of a second and some MB for a model
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ import torch
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.on_meta import without_zero_init
+from xhf_hooks.exporters.transformers_4.installed import loaded_without_device_map
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import some
-from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import ExportEntry, Placement
 from xhf_hooks.system.library_settings import quiet
 
@@ -52,7 +52,6 @@ def load_empty(
         ModelError: The config cannot be read.
         Exception: Anything, where loading cannot be tried.
     """
-    model: PreTrainedModel | None = None
     with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
         folder = Path(name)
         write_config(folder, config)
@@ -61,25 +60,16 @@ def load_empty(
         except Exception as error:
             told = ' '.join(f'{type(error).__name__}: {error}'.split())
             raise ModelError(f'{type(config).__name__} would not load its own config.json: {told[:500]}') from error
-        options = dict(config=read, state_dict=_empty(placements), torch_dtype=dtype)
+        load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=_empty(placements))
         try:
-            model, problems = load_and_tell(kind, None, device_map={'': 'meta'}, **options)
+            model, problems = load(device_map={'': 'meta'})
         except Exception:
-            # transformers before 4.48 forgets the tensors, and accelerate may be missing. Later ones refuse this way
-            with suppress(Exception), torch.device('meta'):
-                model, problems = load_and_tell(kind, None, **options)
-            if model is None:
+            loaded = loaded_without_device_map(load, {place.hf_name for place in placements})
+            if loaded is None:
                 raise
-            problems['missing'] = _not_held(model, {place.hf_name for place in placements})
+            model, problems = loaded
         model.tie_weights()  # transformers 5 ties no tensors on the meta device that are both there
         return model, problems
-
-
-def _not_held(model: PreTrainedModel, held: set[str]) -> list[str]:
-    """What is missing: on the meta device, transformers 4.46 takes all tensors for one. It renames nothing."""
-    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
-    missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
-    return sorted(name for name in missing if not any(re.search(pattern, name) for pattern in ignored))
 
 
 def load_and_tell(

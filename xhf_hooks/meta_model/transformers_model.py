@@ -17,6 +17,7 @@ from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.transformers_4.installed import dtype_field
 from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def generation_config_in(folder: str) -> GenerationConfig:
 
 def take_dtypes_of_parts(config: PretrainedConfig, loaded: PretrainedConfig) -> None:
     """Give parts of a composite config without a dtype the one that ``from_pretrained`` gives them."""
-    option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'  # renamed in transformers 4.56
+    option = dtype_field(config)
     for name, part in vars(config).items():
         if hasattr(part, 'model_type') and getattr(part, option, None) is None:
             setattr(part, option, getattr(vars(loaded).get(name), option, None))

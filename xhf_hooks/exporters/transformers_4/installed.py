@@ -1,12 +1,14 @@
-"""What an installed transformers 4 does otherwise: it renames weights while it saves, and ties them while it builds."""
+"""What an installed transformers 4 does otherwise than 5 when it saves, builds and loads a model."""
 
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +19,17 @@ from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def converts_weights() -> bool:
     """Whether the installed transformers converts weights when it loads and saves, as since 5."""
     return find_spec('transformers.core_model_loading') is not None
+
+
+def dtype_field(config: PretrainedConfig) -> str:
+    """The name of a config's dtype, which 4.56 renamed."""
+    return 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
 
 
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
@@ -65,3 +72,22 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
     """
     groups = (set(names) for _, names in names_by_identity(model))
     return {name for names in groups if not names.issubset(not_written) for name in names if name in not_written}
+
+
+def loaded_without_device_map(load: Callable[[], tuple[Any, Any]], held: set[str]) -> tuple[Any, Any] | None:
+    """What ``rehearsal.load_and_tell`` returns; None where that fails, too.
+
+    transformers before 4.48 forgets the tensors that it is given with a device map. Without one, on the meta device, it
+    takes all tensors for one, and reports nothing missing. It renames nothing.
+
+    Args:
+        load: Calls it.
+        held: Names of the tensors that it is given.
+    """
+    with suppress(Exception), torch.device('meta'):
+        model, problems = load()
+        ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+        missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
+        problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
+        return model, problems
+    return None

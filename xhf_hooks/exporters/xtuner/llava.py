@@ -25,6 +25,7 @@ from xhf_hooks.exporters.find_model import adapters_in, base_path, frozen_adapte
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.transformers_4.installed import dtype_field
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -195,8 +196,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             tie_word_embeddings=text.tie_word_embeddings,
         )
         config.architectures = ['LlavaForConditionalGeneration']
-        dtype_option = 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
-        setattr(config, dtype_option, getattr(text, dtype_option))
+        setattr(config, dtype_field(config), getattr(text, dtype_field(text)))
         return config
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
