@@ -54,12 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('which model').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
-    add(
-        '--base',
-        metavar='DIR',
-        help='the model that training started from: a folder, or a Hub name in the local cache; default: as in the '
-        'config',
-    )
+    add('--base', metavar='DIR', help='the model before training: a folder, or a cached Hub name; default: as in CFG')
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
@@ -70,17 +65,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='keep (default): as in training, like the hook. float32: the fp32 master weights, where they exist. base: '
         "each tensor as in the base model's files",
     )
-    add(
-        '--no-ema',
-        action='store_false',
-        dest='ema',
-        help='for a run with EMAHook: export the live weights; default: the averaged ones',
-    )
-    add(
-        '--lora',
-        choices=LORA_MODES,
-        help="for a LoRA run: the adapter, the merged model, or both; default: as in the hook, usually 'adapter'",
-    )
+    add('--no-ema', action='store_false', dest='ema', help='for a run with EMAHook: not the averaged weights')
+    add('--lora', choices=LORA_MODES, help="what to write of a LoRA run; default: as in the hook, usually 'adapter'")
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
@@ -128,9 +114,8 @@ def _run(args: argparse.Namespace) -> int:
         say(line)
     _warn(conversion.warnings)
     if args.dry_run:
-        say(
-            f'would write to {args.out}' + (', which exists: name another folder, or add --overwrite' if exists else '')
-        )
+        remedy = ', which exists: name another folder, or add --overwrite' if exists else ''
+        say(f'would write to {args.out}{remedy}')
         return DONE
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.checkpoint.regions import code_of
@@ -116,7 +117,8 @@ class _Chunks:
                 f'of one save'
             )
         pieces = tuple(found[start] for start in sorted(found))
-        return StoredTensor(name, shape, code_of(self._index, name, dtype), pieces)
+        code = code_of(self._index, name, dtype)
+        return StoredTensor(name, shape, code, pieces, master_lost=code in HALF_DTYPES)
 
     def _load(self, name: str, info: Mapping[str, Any], sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         file = info['relative_path']

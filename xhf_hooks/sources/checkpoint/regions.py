@@ -129,7 +129,7 @@ def assemble(
     """
     module = {name: tensor for name, tensor in model.module.items() if name not in placeholders}
     weights = {name: _region(tensor) for name, tensor in module.items()}
-    trained = trained_dtype(model.content.get('ds_config')) or 'F32'
+    trained, never_trained = trained_dtype(model.content.get('ds_config')) or 'F32', model.never_trained
     found = []
     for names in _tied([*model.module, *masters, *frozen], module, model.shared):
         whole, master, kept = (
@@ -149,7 +149,8 @@ def assemble(
         if dtype not in HALF_DTYPES or (master and any(piece.dtype != torch.float32 for piece in master.pieces)):
             master = None
         pieces = None if master is None else master.pieces
-        found.append(StoredTensor(names[0], region.shape, dtype, region.pieces, pieces, tuple(names[1:])))
+        lost = master is None and dtype in HALF_DTYPES and never_trained.isdisjoint(names)
+        found.append(StoredTensor(names[0], region.shape, dtype, region.pieces, pieces, tuple(names[1:]), lost))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,8 +70,7 @@ class CheckpointSource:
             model, tensors = ModelState(found.path, {}, {}), load_dcp(found)
         else:
             model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
-        never_trained = _never_trained(model)
-        self.tensors = {tensor.name: _with_losses(tensor, never_trained) for tensor in tensors}
+        self.tensors = {tensor.name: tensor for tensor in tensors}
         if not self.tensors:
             raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
         stored = {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
@@ -168,21 +166,6 @@ def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> d
     swapped = tensors_in(swapped) if isinstance(swapped, dict) else {}
     found = {name: swapped[f'module.{name}'] for name in averaged if f'module.{name}' in swapped}
     return {**averaged, **found} if found else None
-
-
-def _with_losses(tensor: StoredTensor, never_trained: frozenset[str]) -> StoredTensor:
-    """The tensor, with a mark if training had fp32 values of it that the files lack."""
-    lost = tensor.master is None and tensor.dtype in ('BF16', 'F16')
-    return replace(tensor, master_lost=lost and never_trained.isdisjoint((tensor.name, *tensor.aliases)))
-
-
-def _never_trained(model: ModelState) -> frozenset[str]:
-    """Buffers, and parameters in no optimizer group; without ZeRO, the latter are unknown."""
-    if model.shapes is None:
-        return model.buffer_names
-    trained = {name for group in model.shapes for name in group}
-    trained |= {alias for alias, name in model.shared.items() if name in trained}
-    return model.buffer_names | (model.module.keys() | model.frozen_shapes.keys()) - trained
 
 
 def _number_in(found: FoundCheckpoint) -> int | None:

@@ -65,6 +65,15 @@ class ModelState:
         steps = as_int(self.content.get('global_steps'))
         return None if steps is None else steps - (as_int(self.content.get('skipped_steps')) or 0)
 
+    @property
+    def never_trained(self) -> frozenset[str]:
+        """Buffers, and parameters in no optimizer group; without ZeRO, the latter are unknown."""
+        if self.shapes is None:
+            return self.buffer_names
+        trained = {name for group in self.shapes for name in group}
+        trained |= {alias for alias, name in self.shared.items() if name in trained}
+        return self.buffer_names | (self.module.keys() | self.frozen_shapes.keys()) - trained
+
 
 @dataclass(frozen=True)
 class OptimState:
