@@ -102,11 +102,11 @@ def _run(args: argparse.Namespace) -> int:
     if exists and not args.dry_run:
         raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
     from xhf_hooks.convert import Conversion, ConvertOptions, describe_checkpoint  # imports torch and transformers
-    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+    from xhf_hooks.sources.checkpoint import CheckpointSource
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
     options = ConvertOptions(**{**given, 'dtype': _DTYPES[args.dtype]})
-    checkpoint = CheckpointSource(find_checkpoint(args.checkpoint), ema=args.ema)
+    checkpoint = CheckpointSource(args.checkpoint, ema=args.ema)
     for line in describe_checkpoint(checkpoint):
         say(line)
     conversion = Conversion(checkpoint, options)

@@ -50,8 +50,8 @@ def write_weights(
             opened.callback(files[planned.name].close)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for written in threads.run(_jobs(outputs, files, meter)):
-                for place, start, nbytes, crc, non_finite in written:
-                    tally.add(place, start, nbytes, crc, non_finite)
+                for placement, start, nbytes, crc, non_finite in written:
+                    tally.add(placement, start, nbytes, crc, non_finite)
                     done += nbytes
                 meter.sample()
                 on_progress(done, total)
@@ -73,14 +73,14 @@ def _jobs(
     """The jobs of the threads, the longest first: each makes bytes of the plan and writes them."""
     buffer, making = _Buffer(), threading.Lock()
 
-    def write(place: Placement, start: int, data: memoryview) -> _Written:
-        files[place.file].write(data, place.offset + start)
-        return place, start, data.nbytes, crc32(data), count_non_finite(data, place.dtype)
+    def write(placement: Placement, start: int, data: memoryview) -> _Written:
+        files[placement.file].write(data, placement.offset + start)
+        return placement, start, data.nbytes, crc32(data), count_non_finite(data, placement.dtype)
 
-    def write_part(group: Group, place: Placement, start: int, end: int) -> list[_Written]:
-        out = buffer.bytes[: end - start].view(TORCH_DTYPES[place.dtype])
-        outputs.read_into(group, place, start // out.itemsize, out)
-        return [write(place, start, host_bytes(out))]
+    def write_part(group: Group, placement: Placement, start: int, end: int) -> list[_Written]:
+        out = buffer.bytes[: end - start].view(TORCH_DTYPES[placement.dtype])
+        outputs.read_into(group, placement, start // out.itemsize, out)
+        return [write(placement, start, host_bytes(out))]
 
     def write_group(group: Group) -> list[_Written]:
         written = []
@@ -93,6 +93,6 @@ def _jobs(
     for group in outputs.plan.gathered:
         yield partial(write_group, group)
     for group in outputs.plan.sliced:
-        for place in group.placements:
-            for start, end in cuts(place.nbytes, place.offset, PART_NBYTES):
-                yield partial(write_part, group, place, start, end)
+        for placement in group.placements:
+            for start, end in cuts(placement.nbytes, placement.offset, PART_NBYTES):
+                yield partial(write_part, group, placement, start, end)

@@ -17,7 +17,7 @@ from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.integrity.check import list_files
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Placement, TensorSpec
-from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 
@@ -89,34 +89,34 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     """The checkpoint as xhf-convert would write it into the folder."""
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema = not _is_live(folder)
-    checkpoint = CheckpointSource(find_checkpoint(path), ema=ema)
+    checkpoint = CheckpointSource(path, ema=ema)
     conversion = Conversion(checkpoint, replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None))
     notes = [*conversion.warnings]
     if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     outputs = conversion.outputs
     groups = [*outputs.plan.sliced, *outputs.plan.gathered]
-    places: dict[str, tuple[int, Placement]] = {}
+    placements: dict[str, tuple[int, Placement]] = {}
     for number, group in enumerate(groups):
-        for place in group.placements:
-            inside = place.file.rpartition('/')[0]
-            places[f'{inside}/{place.hf_name}' if inside else place.hf_name] = number, place
+        for placement in group.placements:
+            inside = placement.file.rpartition('/')[0]
+            placements[f'{inside}/{placement.hf_name}' if inside else placement.hf_name] = number, placement
     making = threading.Lock()
 
     @lru_cache(maxsize=2)  # while one is compared, threads begin with the next
     def made(number: int) -> dict[str, torch.Tensor]:
-        return {place.hf_name: made.reshape(-1) for place, made in outputs.make(groups[number])}
+        return {placement.hf_name: made.reshape(-1) for placement, made in outputs.make(groups[number])}
 
     def read(name: str, first: int, count: int) -> torch.Tensor:
-        number, place = places[name]
+        number, placement = placements[name]
         if not groups[number].is_contiguous:
             with making:
-                return made(number)[place.hf_name][first : first + count]
-        out = torch.empty(count, dtype=TORCH_DTYPES[place.dtype])
-        outputs.read_into(groups[number], place, first, out)
+                return made(number)[placement.hf_name][first : first + count]
+        out = torch.empty(count, dtype=TORCH_DTYPES[placement.dtype])
+        outputs.read_into(groups[number], placement, first, out)
         return out
 
-    tensors = {name: TensorSpec(name, place.shape, place.dtype) for name, (_, place) in places.items()}
+    tensors = {name: TensorSpec(name, placement.shape, placement.dtype) for name, (_, placement) in placements.items()}
     kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
     label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
     return Model(label, tensors, read, notes, is_made=True)

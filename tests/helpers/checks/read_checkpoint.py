@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    from xhf_hooks.sources.checkpoint import CheckpointSource, find_checkpoint
+    from xhf_hooks.sources.checkpoint import CheckpointSource
 
-    return CheckpointSource(find_checkpoint(path))
+    return CheckpointSource(path)
 
 
 def read_all(source: CheckpointSource, *, from_master: bool = False) -> dict[str, torch.Tensor]:

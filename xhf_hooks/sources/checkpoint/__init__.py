@@ -1,7 +1,7 @@
 """Reads checkpoints on disk in place: DeepSpeed folders, ``.pth`` files, FSDP, torch.distributed.checkpoint.
 
-    found = find_checkpoint('work_dirs/run')      looks at file names only
-    source = CheckpointSource(found)              parses the pickles safely and checks the size of every file
+    source = CheckpointSource('work_dirs/run')    finds the checkpoint by file names, parses the pickles safely, and
+                                                  checks the size of every file
     source.specs()                                as for any source
     source.tensors['llm.lm_head.weight'].read_into(0, out)
 
@@ -10,7 +10,6 @@ Executes nothing from a checkpoint (:mod:`.unpickler`) and does not import DeepS
 
 from __future__ import annotations
 
-from xhf_hooks.sources.checkpoint.find import FoundCheckpoint, find_checkpoint
 from xhf_hooks.sources.checkpoint.source import CheckpointSource
 
-__all__ = ['CheckpointSource', 'FoundCheckpoint', 'find_checkpoint']
+__all__ = ['CheckpointSource']

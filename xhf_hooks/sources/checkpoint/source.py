@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
-from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint, find_checkpoint
 from xhf_hooks.sources.checkpoint.regions import Regions, assemble, frozen_regions, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
@@ -39,6 +40,7 @@ class CheckpointSource:
     """The tensors of a checkpoint of any supported layout.
 
     Args:
+        path: What :func:`find_checkpoint` takes.
         ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
 
     Attributes:
@@ -58,8 +60,8 @@ class CheckpointSource:
         CheckpointError: The checkpoint cannot be read.
     """
 
-    def __init__(self, found: FoundCheckpoint, *, ema: bool = True) -> None:
-        self.found = found
+    def __init__(self, path: Path, *, ema: bool = True) -> None:
+        self.found = found = find_checkpoint(path)
         self.averages = False
         self.unproven: tuple[str, ...] = ()
         self.warnings: list[str] = []
@@ -98,8 +100,9 @@ class CheckpointSource:
             raise CheckpointError(
                 f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
             )
-        state_dicts = {key: content[key] for key in _KEYS if isinstance(content.get(key), dict)} | {'': content}
-        key, tensors = next(((k, t) for k, d in state_dicts.items() if (t := tensors_in(d))), ('', {}))
+        state_dicts = {key: tensors_in(content[key]) for key in _KEYS if isinstance(content.get(key), dict)}
+        key = next((key for key, tensors in state_dicts.items() if tensors), None)
+        tensors = tensors_in(content) if key is None else state_dicts[key]
         live = _live(content, tensors) if key == 'state_dict' else None
         self.averages = live is not None
         if live is not None and ema:
