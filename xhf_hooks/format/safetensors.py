@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,13 +114,10 @@ class Header:
     Attributes:
         entries: In file order.
         data_start: Bytes before the first tensor.
-        nbytes: Size of the file.
     """
 
-    path: Path
     entries: tuple[HeaderEntry, ...]
     data_start: int
-    nbytes: int
 
 
 def read_header(path: Path) -> Header:
@@ -134,7 +130,6 @@ def read_header(path: Path) -> Header:
         with open(path, 'rb') as file, safe_open(path, 'np'):
             (length,) = struct.unpack('<Q', file.read(_LENGTH_NBYTES))
             content, data_start = json.loads(file.read(length)), _LENGTH_NBYTES + length
-            nbytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror or error})') from None
     except SafetensorError as error:
@@ -144,4 +139,4 @@ def read_header(path: Path) -> Header:
     for name, tensor in content.items():
         start, end = (data_start + offset for offset in tensor['data_offsets'])
         entries.append(HeaderEntry(name, tensor['dtype'], tuple(tensor['shape']), start, end))
-    return Header(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, nbytes)
+    return Header(tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start)

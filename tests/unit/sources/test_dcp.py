@@ -92,9 +92,7 @@ def cut(name: str, nbytes: int) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    'a file elsewhere': (
-        *(edited(lambda m: setattr(info_of(m), 'relative_path', '../x.distcp')), r"stored in '\.\./x\.distcp'"),
-    ),
+    'a file elsewhere': (edited(lambda m: setattr(info_of(m), 'relative_path', '../x')), r"stored in '\.\./x'"),
     'behind the end': (edited(lambda m: setattr(info_of(m), 'offset', 10**15)), 'truncated: expected'),
     'rows are missing': (edited(lambda m: setattr(tensor_of(m), 'size', torch.Size((14, 7)))), 'not those of its'),
     'no index': (edited(lambda m: {'a': 1}), 'not an index of torch.distributed.checkpoint'),

@@ -8,7 +8,7 @@ attributes by ``__setstate__``, which refuses or only keeps the state. Nothing i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -56,13 +56,10 @@ class Inert(dict):
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def append(self, item: Any) -> None:
-        """Nothing: what it holds beside its arguments and state is not needed."""
+    def append(self, items: Any) -> None:
+        """Forget what pickle adds to lists and sets: it is not needed."""
 
-    def extend(self, items: Iterable[Any]) -> None:
-        """Nothing, as above."""
-
-    add = append
+    extend = add = append
 
     def __repr__(self) -> str:
         return f'<{type(self).__module__}.{type(self).__name__}>'  # the data may be huge
