@@ -100,7 +100,7 @@ def named_in_manifest(name: str) -> Callable[[Path], None]:
 #: What happens to a folder with a manifest; the check that finds it, and words of its message.
 CHANGED: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     'a shard that is gone': (lambda folder: (folder / SHARDS[0]).unlink(), 'files', (SHARDS[0], 'missing')),
-    'a file that is cut off': (lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', (SHARDS[0], 'found 5000')),
+    'a file that is cut off': (lambda folder: os.truncate(folder / SHARDS[0], 5000), 'files', ('found 5000',)),
     'code that was added': (written('modeling_llama.py', 'evil'), 'files', ('modeling_llama.py',)),
     'half a manifest': (written(MANIFEST, '{'), 'manifest', ()),
     'a manifest of the future': (
