@@ -10,15 +10,17 @@ from dataclasses import fields
 from pathlib import Path
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
-from xhf_hooks.errors import IncompleteError, StoreError, TargetError, XhfError
+from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
 from xhf_hooks.system.versions import refuse_outdated
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+#: Exit statuses.
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
 _PROG = 'xhf-convert'
-_FAILURES = (IncompleteError, StoreError)
 _DTYPES = {'keep': None, **DTYPE_CODES, AS_IN_BASE: AS_IN_BASE}
 _MOST_NAMES = 20  # number of written files to name in one line
 _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except (Exception, KeyboardInterrupt) as error:
         explain(_PROG, error, left='; OUT was not written')
-        is_bad_input = isinstance(error, XhfError) and not isinstance(error, _FAILURES)
+        is_bad_input = isinstance(error, XhfError) and not isinstance(error, IncompleteError)
         return BAD_INPUT if is_bad_input else FAILED
 
 

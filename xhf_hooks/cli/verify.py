@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from xhf_hooks.integrity.check import FolderCheck
     from xhf_hooks.verify.compare import Comparison
 
-SAME, DIFFERENT, UNUSABLE = 0, 1, 2
+#: Exit statuses.
+SAME = 0
+DIFFERENT = 1
+UNUSABLE = 2
 _PROG = 'xhf-verify'
 _EXAMPLES = {
     'hf_model': 'check that this folder is complete, consistent and unchanged',

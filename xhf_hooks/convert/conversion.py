@@ -270,13 +270,13 @@ def _reward_token_id(module: nn.Module, config: RunConfig | None) -> int | None:
 
 def describe_checkpoint(source: CheckpointSource) -> list[str]:
     """What a checkpoint holds, and what its files cannot prove, as text."""
-    specs, found, facts = source.specs(), source.found, source.facts
+    specs, facts = source.specs(), source.facts
     iteration = 'unknown' if source.iteration is None else source.iteration
     held = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]
     held += [f'the {facts["weights"]} weights'] if source.averages else []
     return [
-        f'found {found.path}: {facts["layout"]}, {engine_text(facts)}, iteration {iteration}, '
-        f'{counted(len(specs), "tensor")} ({", ".join(held)}), {size_text(found.nbytes)}',
+        f'found {source.found.path}: {facts["layout"]}, {engine_text(facts)}, iteration {iteration}, '
+        f'{counted(len(specs), "tensor")} ({", ".join(held)}), {size_text(source.found.nbytes)}',
         *source.unproven,
     ]
 

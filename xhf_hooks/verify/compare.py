@@ -17,7 +17,9 @@ from xhf_hooks.system.threads import WorkerThreads, default_workers
 from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings
 
-IDENTICAL, ROUNDING, DIFFERENT = 'identical', 'rounding', 'different'
+IDENTICAL = 'identical'
+ROUNDING = 'rounding'
+DIFFERENT = 'different'
 _SHOWN = 20  # lines of each kind; JSON has all
 #: Compared at once: few enough to stay in a core's cache.
 _WINDOW_ELEMENTS = 1 << 17
@@ -33,7 +35,8 @@ class Pair:
     """
 
     def __init__(self, name: str, a: TensorSpec, b: TensorSpec) -> None:
-        self.name, self.shape, self.dtypes = name, a.shape, (a.dtype, b.dtype)
+        self.name, self.shape = name, a.shape
+        self.dtypes = a.dtype, b.dtype
         self.ulp_of = narrower(*self.dtypes)
         self.found, self.reason = Difference(), ''
         if a.shape != b.shape:

@@ -23,7 +23,9 @@ from xhf_hooks.integrity.checksums import sum_file
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
 
-WEIGHTS, INDEX, MANIFEST = 'model.safetensors', 'model.safetensors.index.json', 'xhf_manifest.json'
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+MANIFEST = 'xhf_manifest.json'
 EMBED = 'model.embed_tokens.weight'  # in the first shard
 SHARDS = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
 

@@ -91,7 +91,8 @@ class _Chunks:
         Raises:
             CheckpointError: Chunks are not consecutive elements, overlap, or leave gaps.
         """
-        shape, dtype, found = tuple(tensor['size']), tensor['properties'].state[0], dict[int, torch.Tensor]()
+        shape, dtype = tuple(tensor['size']), tensor['properties'].state[0]
+        found: dict[int, torch.Tensor] = {}
         for box in map(_fields, tensor['chunks']):
             offsets, sizes = tuple(box['offsets']), tuple(box['sizes'])
             if 0 in sizes:  # empty on ranks without a part of the tensor

@@ -132,10 +132,8 @@ def assemble(
     trained, never_trained = trained_dtype(model.content.get('ds_config')) or 'F32', model.never_trained
     found = []
     for names in _tied([*model.module, *masters, *frozen], module, model.shared):
-        whole, master, kept = (
-            next((regions[name] for name in names if name in regions), None) for regions in (weights, masters, frozen)
-        )
-        region = whole or master or kept
+        master, kept = _first(masters, names), _first(frozen, names)
+        region = _first(weights, names) or master or kept
         if region is None:
             continue
         if any(other is not None and other.shape != region.shape for other in (master, kept)):
@@ -171,6 +169,10 @@ def _tied(names: Iterable[str], module: Mapping[str, torch.Tensor], shared: Mapp
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for tensors that view the same bytes of a file."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _first(regions: Regions, names: Iterable[str]) -> Region | None:
+    return next((regions[name] for name in names if name in regions), None)
 
 
 def _region(tensor: torch.Tensor) -> Region:
