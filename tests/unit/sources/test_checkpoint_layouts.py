@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
-from tests.helpers.runs.made_checkpoint import MadeCheckpoint, some_weights
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint, optim, some_weights
 
 WEIGHTS = some_weights()
 TWO_GROUPS = [[n for n, t in WEIGHTS.items() if t.ndim > 1], [n for n, t in WEIGHTS.items() if t.ndim <= 1]]
@@ -74,3 +76,17 @@ def test_what_state_dict_leaves_out_is_in_the_masters(tmp_path):
     found = read_all(open_checkpoint(folder))
     assert_same_tensors(found, made.as_trained)
     assert next(iter(found)) == 'b.weight'
+
+
+@pytest.mark.parametrize('stage', [1, 3])
+def test_one_rank_of_another_run_of_as_many_steps(tmp_path, stage):
+    """No file tells; the user is told what could not be checked. That steps were skipped is no sign of other files."""
+    made = MadeCheckpoint(stage=stage, step=9, skipped=2)
+    folder = made.write(tmp_path / 'x')
+    other = MadeCheckpoint(stage=stage, step=9, skipped=2, masters=some_weights(seed=1)).write(tmp_path / 'other')
+    shutil.copy(other / optim(1), folder)
+    source = open_checkpoint(folder)
+    (told,) = source.unproven
+    assert told.startswith('not verifiable: that all files are of one run')
+    found = read_all(source, from_master=True)
+    assert any(not torch.equal(tensor, made.masters[name]) for name, tensor in found.items())
