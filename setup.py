@@ -1,4 +1,4 @@
-"""Packaging. requirements/ pins tested sets of versions; xhf_hooks/system/installed.py says what can work at all."""
+"""Packaging. requirements/ pins tested sets of versions; xhf_hooks/system/versions.py says what can work at all."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r"__version__ = '(.+)'", (HERE / 'xhf_hooks' / 'system' / 'installed.py').read_text())[1]
+VERSION = re.search(r"__version__ = '(.+)'", (HERE / 'xhf_hooks' / 'system' / 'versions.py').read_text())[1]
 
-#: Of a machine that has no trainer: the bounds of xhf_hooks/system/installed.py, and a faster CRC-32.
+#: Of a machine that has no trainer: the bounds of xhf_hooks/system/versions.py, and a faster CRC-32.
 CONVERT = ['transformers>=4.46', 'safetensors>=0.4.3', 'huggingface_hub>=0.26', 'isal>=1.6']
 MMENGINE = [*CONVERT, 'mmengine>=0.10.4']
 
@@ -43,7 +43,7 @@ setup(
     python_requires='>=3.10',
     # Names alone: pip would replace an installed package that is below a bound, and a trainer's torch with it. Not
     # transformers: where it is missing, the newest one would replace an older huggingface_hub. What cannot work is
-    # refused by name when a run or a command starts (system/installed.py). The extras install what is missing.
+    # refused by name when a run or a command starts (system/versions.py). The extras install what is missing.
     install_requires=['torch', 'numpy'],
     extras_require={
         'convert': CONVERT,
