@@ -21,7 +21,9 @@ def build_on_meta(kind: Callable[[PretrainedConfig], PreTrainedModel], config: P
     """Build a model on the meta device, unpartitioned even at ZeRO-3."""
 
     def build() -> PreTrainedModel:
-        model = kind(_config_to_build(config))
+        own = copy.deepcopy(config)  # ``__init__`` may edit it
+        _prepare(own)
+        model = kind(own)
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
 
@@ -67,17 +69,8 @@ def call_on_meta(build: Callable[[], Built]) -> Built:
     return model
 
 
-def _config_to_build(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy for the model's ``__init__``, which may edit it, with what ``from_pretrained`` would give it.
-
-    Dtypes are those of torch, as classes expect that create tensors with them, such as Apertus.
-    """
-    config = copy.deepcopy(config)
-    _prepare(config)
-    return config
-
-
 def _prepare(config: PretrainedConfig) -> None:
+    """Set what ``from_pretrained`` sets: dtypes of torch, with which classes such as Apertus create tensors."""
     for name in ('dtype', 'torch_dtype'):  # renamed in transformers 4.56
         if isinstance(value := vars(config).get(name), str):
             setattr(config, name, getattr(torch, value))
