@@ -11,6 +11,7 @@ this script.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from itertools import product
@@ -25,7 +26,8 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
 STEPS_MEANWHILE = 2
@@ -82,8 +84,8 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
-    saver = Saver(unwrap(training.engine), options, Collective(), writer=writer, in_background=in_background)
-    saver.prepare()
+    log = RunLog(logging.getLogger('gpu_check'), 'saver')
+    saver = Saver(unwrap(training.engine), options, Collective(), log, writer=writer, in_background=in_background)
     with_gpu, device_nbytes = training.device.type == 'cuda', 0
     if in_background:
         saver.reserve_snapshot()
@@ -91,13 +93,13 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         device_nbytes = -torch.cuda.memory_allocated()
-    committed = (saver.start if in_background else saver.save)(folder, Step('iter', 1, 1))
+    found = (saver.start if in_background else saver.save)(folder, Step('iter', 1, 1))
     if with_gpu:
         device_nbytes += torch.cuda.max_memory_allocated()
     if in_background:
         for _ in range(STEPS_MEANWHILE):
             training.step()
-        committed = saver.outcome()
+        found = found.outcome()
     saver.close()
     of_all_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, device_nbytes)
@@ -108,7 +110,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     if most > (bucket := max(bucket_nbytes, saver.plan.largest_bucket_nbytes)):
         problems.append(f'more on the device than a bucket, which is {bucket / 1e6:.0f} MB')
     if dist.get_rank() == 0:
-        cost = committed.cost
+        cost = found.cost
         print(
             f'{writer}{", in the background" * in_background}: {cost.seconds:.2f} s, training stalled '
             f'{cost.stalled_secs:.2f} s, {most / 1e6:.0f} MB on the device, {cost.peak_extra_nbytes / 1e6:.0f} MB on '

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -61,11 +61,13 @@ class Collective:
     """
 
     def __init__(self, timeout_secs: float = 7200.0, connect_timeout_secs: float = CONNECT_TIMEOUT_SECS) -> None:
-        (self.rank, self.world_size), self._group = rank_and_world_size(), None
+        self.rank, self.world_size = rank_and_world_size()
+        # What else refers to these keeps the connections open when they are closed, and ranks waiting for this one
+        self._group: Any = None
+        self._in_flight: Any = None  # of start_any()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
-        self._in_flight: dist.Work | None = None  # of start_any()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._wait_for_all()
@@ -161,7 +163,8 @@ class Collective:
         def answer() -> bool:
             self._wait_for_answer(math.inf)  # handles signals meanwhile, unlike the work's own wait()
             with self._in_touch(stage):
-                work, self._in_flight = self._in_flight, None
+                work = self._in_flight
+                self._in_flight = None
                 work.wait()
             return bool(flags)
 
@@ -202,11 +205,11 @@ class Collective:
         Raises:
             AgreedError: It raised an error; the same on every rank.
         """
-        decided = None
+        decided: list[T] = []
         with self.stage(stage):
             if self.rank == 0:
-                decided = decide()
-        return self.broadcast(decided)
+                decided.append(decide())
+        return self.broadcast(decided)[0]
 
     def post(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str

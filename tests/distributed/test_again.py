@@ -117,7 +117,7 @@ def call_again(root: Path) -> list[Any]:
     import torch.distributed as dist
 
     from xhf_hooks import save_hf
-    from xhf_hooks.saves.save import Saver
+    from xhf_hooks.saves.saver import Saver
     from xhf_hooks.writers.writer import Writer
 
     def interrupt_all(*args: Any, **options: Any) -> None:
@@ -134,7 +134,7 @@ def call_again(root: Path) -> list[Any]:
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
-    for owner, name in ((Saver, '__init__'), (Saver, 'prepare'), (Saver, 'save'), (Writer, 'finish')):
+    for owner, name in ((Saver, '__init__'), (Saver, '_plan'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=interrupt_all):
             told.append('KeyboardInterrupt' in error_of(lambda: save_hf(model, folder)))
         dist.barrier()

@@ -70,15 +70,12 @@ def direct(root: Path) -> dict[str, int]:
     with mock.patch.object(DirectWrites, 'write', count):
         for writer in WRITERS:
             waited = make_saver(model, Collective(), writer=writer)
-            waited.prepare()
             done[:] = [0]
             waited.save(CheckpointFolder(root / f'{writer}_waited', 1), Step('iter', 1, 1))
             waited.close()
             assert done == [0]
             saver = make_saver(model, Collective(), writer=writer, in_background=True)
-            saver.prepare()
-            saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1))
-            saver.outcome()
+            saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1)).outcome()
             saver.close()
             found[writer] = sum(done)
     return found

@@ -38,8 +38,8 @@ class Run:
 
         self.folder, self.ends = work_dir / 'hf_model', threading.Event()
         log = RunLog(logging.getLogger('test'), 'test')
-        self.saves = CheckpointManager(unwrap(odd_llama()), self.folder, RunOptions(**options), log, run=self)
-        self.saves.prepare(None, when='now')
+        options = RunOptions(**options)
+        self.saves = CheckpointManager(unwrap(odd_llama()), self.folder, options, log, when='now', run=self)
 
     def save(self, iteration: int = STEP) -> None:
         from xhf_hooks.planning.types import Step

@@ -48,8 +48,8 @@ def main() -> None:
 
     folder = Path(sys.argv[1]) / 'hf_model'
     options = RunOptions(bucket_size='1MB', async_save=True)
-    saves = CheckpointManager(unwrap(odd_llama()), folder, options, RunLog(logging.getLogger('test'), 'test'))
-    saves.prepare(None, when='now')
+    log = RunLog(logging.getLogger('test'), 'test')
+    saves = CheckpointManager(unwrap(odd_llama()), folder, options, log, when='now')
     write, go_on = OutputFile.write, threading.Event()
     OutputFile.write = lambda self, *args: (go_on.wait(), write(self, *args))[1]
     saves.save(Step('iter', 3, 3))

@@ -73,10 +73,8 @@ def lose_while_saving(dead_rank: int, writer: str, owner: str, method: str, root
         with mock.patch.object(dies_in, method, third_is_the_last):
             return what_came(lambda: save_folder(engine.module, root / 'hf_model', **options))
     saver = make_saver(engine, collective.Collective(), in_background=True, **options)
-    saver.prepare()
     with mock.patch.object(dies_in, method, third_is_the_last):
-        saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1))
-        return what_came(saver.outcome)
+        return what_came(saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1)).outcome)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,8 @@ ENTRANCES = {
     'saves.manager.CheckpointManager._tell': 'tells what all ranks have; what it calls may fail',
     'saves.manager.CheckpointManager._report': 'tells what all ranks have; what it calls may fail',
     'saves.manager.CheckpointManager._reporting': 'catches what fails then',
-    'saves.save.Saver.outcome': 'raises or returns what all ranks have',
-    'saves.save.Save.finish': 'calls what stands in agreed blocks, and nothing before, in a thread of its own',
-    'system.threads.Background.run': 'calls Save.finish, and keeps what comes of it',
+    'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
+    'system.threads.Background.run': 'calls Save.write_and_commit, and keeps what comes of it',
     'system.threads.Background.wait': 'waits for the background thread alone',
     'system.threads.Background.outcome': 'raises or returns what all ranks have',
 }
@@ -44,6 +43,8 @@ INSIDE = {
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
 }
+#: Within this, rank 0 calls a function of the save.
+CALLS_BACK = 'collective.Collective.from_rank0'
 #: After the commit: the save is good, and a rank alone could not tell all of it.
 NOT_REPORTED = 'is saved, but this was not reported'
 #: After the commit, on all ranks.
@@ -83,9 +84,9 @@ class Run:
             self.folder,
             HookOptions(on_error='raise', interval=1, **options),
             RunLog(logger, 'run'),
+            when='always',
             collective=Collective(timeout_secs=60),
         )
-        self.saves.prepare(None, when='always')
 
     def save(self) -> str:
         """What came of a save; empty when all is well."""
@@ -125,7 +126,8 @@ class Run:
         names = [
             name
             for name, chain in chains.items()
-            if name not in ENTRANCES and not any(outer.startswith(tuple(INSIDE)) for outer in chain)
+            if name not in ENTRANCES
+            and not any(outer.startswith(tuple(INSIDE)) for outer in chain if outer != CALLS_BACK)
         ]
         for rank, found in enumerate(self.gather(self.faults.new(names))):
             for name in found:

@@ -69,8 +69,7 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     log = RunLog(logging.getLogger('xhf_hooks'), 'test', only_errors=rank != 0)
     status = 0
     try:
-        saves = CheckpointManager(unwrap(model), Path(work_dir) / 'hf_model', options, log)
-        saves.prepare(None, when='now')
+        saves = CheckpointManager(unwrap(model), Path(work_dir) / 'hf_model', options, log, when='now')
         try:
             for number in SAVES:
                 fill(model, number)

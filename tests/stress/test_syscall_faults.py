@@ -54,7 +54,6 @@ class SmallRun:
         from tests.helpers.runs.engines import make_saver
 
         self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
-        self.saver.prepare()
 
     def folder(self) -> CheckpointFolder:
         return CheckpointFolder(self.parent / NAME, self.max_keep)

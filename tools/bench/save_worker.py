@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,7 +24,8 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
 if TYPE_CHECKING:  # importing it prints a warning
@@ -47,9 +49,8 @@ def saver_of(model: nn.Module, writer: str, bucket_nbytes: int, **options: Any) 
     nbytes = 2 * n_parameters(model)
     shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
     how = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=shard_nbytes)
-    saver = Saver(unwrap(model), how, Collective(), writer=writer, **options)
-    saver.prepare()
-    return saver
+    log = RunLog(logging.getLogger('bench'), 'saver')
+    return Saver(unwrap(model), how, Collective(), log, writer=writer, **options)
 
 
 class Ways:

@@ -17,7 +17,7 @@ from bench.progress import in_turns
 from bench.save_worker import STEP, Tell, saver_of
 from bench.ways import ASYNC, NO_SAVE, SYNC, XTUNER
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.saver import Saver
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
@@ -72,11 +72,11 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
 
 def _beside(saver: Saver, training: Training, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
-    saver.start(CheckpointFolder(folder, 1), STEP)
+    saving = saver.start(CheckpointFolder(folder, 1), STEP)
     dist.barrier()
     stalled_secs = time.perf_counter() - started
-    n_done, seconds = training.run(1, lambda: saver.in_flight.done)
-    save_secs = saver.outcome().cost.seconds
+    n_done, seconds = training.run(1, lambda: saving.done)
+    save_secs = saving.outcome().cost.seconds
     return {
         'stalled_secs': stalled_secs,
         'save_secs': save_secs,

@@ -27,7 +27,7 @@ class BestSave:
 
     Attributes:
         where: Its folder or URL.
-        metric: None if the manifest has no score, as with earlier versions of this package.
+        metric: None if the manifest has no score.
         suffix: Of its name, if a save of this run would replace it; see :meth:`BestMetric.suffix`.
     """
 
@@ -73,7 +73,7 @@ class BestMetric(CheckpointHook):
             raise OptionError('save_best/rule', f'what CheckpointHook accepts ({error})', (save_best, rule)) from error
         self._earlier: Sequence[BestSave] = ()
 
-    def begin(self, newest: Path | str, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
+    def begin(self, newest: Path, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
         """Take over the scores of earlier saves, and return log messages. Runs on: rank 0.
 
         Args:
@@ -83,9 +83,8 @@ class BestMetric(CheckpointHook):
             TargetError: One that would be replaced belongs to another metric, or has no known score.
         """
         self._earlier = earlier
-        if isinstance(newest, Path):
-            folders = [*hub.runtime_info.get(_FOLDERS_KEY, ()), str(newest)]
-            hub.update_info(_FOLDERS_KEY, [*dict.fromkeys(folders)])
+        folders = [*hub.runtime_info.get(_FOLDERS_KEY, ()), str(newest)]
+        hub.update_info(_FOLDERS_KEY, [*dict.fromkeys(folders)])
         if self.key_indicators == ['auto']:  # the first validation determines the metric
             return []
         for metric in self.key_indicators:
@@ -121,9 +120,9 @@ class BestMetric(CheckpointHook):
 
     def facts(self, metric: str, score: float) -> dict[str, Any]:
         """What the manifest of a save records about its score; NaN and infinity as text."""
-        value = float(score)
-        found = {'metric': metric, 'score': value if math.isfinite(value) else str(value), 'rule': self._rule(metric)}
-        return {'best': found}
+        number = float(score)
+        written = number if math.isfinite(number) else str(number)
+        return {'best': {'metric': metric, 'score': written, 'rule': self._rule(metric)}}
 
     def suffixes(self) -> list[str]:
         """All possible results of :meth:`suffix`."""

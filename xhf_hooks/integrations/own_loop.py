@@ -66,7 +66,7 @@ def save_hf(
         writer=writer,
         verify=verify,
     )
-    step = Step('iter', options.step or 0, options.step or 0)
+    number = options.step or 0
     committed: list[CommittedCheckpoint] = []
     collective = Collective.reused()  # connects to all ranks at the first call
     log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0)
@@ -75,7 +75,7 @@ def save_hf(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
         try:
-            saves.save(step)
+            saves.save(Step('iter', number, number))
         finally:
             saves.close()
     except SharedError:

@@ -16,6 +16,10 @@ garbage collection of the run            folders are released, commands end; upl
 a forked child ends                      nothing: its parent goes on
 ``os._exit``, SIGKILL, other signals     nothing can be told; what was committed is whole
 =======================================  =============================================================================
+
+The words for it: *wait* until work has ended, at most so long; *collect* the outcome of the save in flight; *finish*
+what all ranks end together; *close* an object and what it holds, on this rank alone, also for the second time; *abort*
+what was not committed; *release* what others may have then; *abandon* other ranks, which get an error at once.
 """
 
 from __future__ import annotations
@@ -26,25 +30,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from xhf_hooks.background.begun import BegunWork, SaveInFlight
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import TargetError, XhfError
+from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import choose_writer
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.system.threads import ExitWait
+from xhf_hooks.system.threads import Background, ExitWait
 from xhf_hooks.system.versions import refuse_outdated
 
 _STILL_THERE = 'The previous save is still complete.'
@@ -54,9 +60,6 @@ _LOOK_SECS = 5.0
 
 class CheckpointManager:
     """Checks that saves will work, and makes them. Runs on: all ranks, every method.
-
-    Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
-    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one.
 
     Args:
         unwrapped: The trained model.
@@ -81,9 +84,6 @@ class CheckpointManager:
         XhfError: Saves will not work; the same on every rank.
     """
 
-    #: The open managers of this process: locks belong to a process.
-    _open: ClassVar[weakref.WeakSet[CheckpointManager]] = weakref.WeakSet()
-
     def __init__(
         self,
         unwrapped: Unwrapped,
@@ -105,12 +105,10 @@ class CheckpointManager:
         self.log = log
         self._on_committed = on_committed
         self._on_result = on_result
+        self._saving: Background[CommittedCheckpoint] | None = None  # in the background
         self._after: Callable[[], None] | None = None  # for the save in flight
         self.saved_at: int | None = None
         self._has_saved = False
-        self._process = os.getpid()
-        self._thread = threading.current_thread()
-        self._run = None if run is None else weakref.ref(run)
         self.newest = CheckpointFolder(path.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._begun = BegunWork(log, options.exit_wait_secs)
@@ -120,8 +118,10 @@ class CheckpointManager:
         self._requests: SaveRequests | None = None
         if unwrapped.engine is not None:
             refuse_outdated('deepspeed')
-        self._close_earlier()
+        self._open_run = OpenRun(run, self._places, self.close)
         with ExitStack() as ending:
+            self._open_run.begin(log)
+            ending.callback(self._open_run.end)
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
             self._saver = Saver(
@@ -132,7 +132,6 @@ class CheckpointManager:
                 writer=choose_writer(log, options.writer, self.newest.path, self.collective),
                 in_background=options.async_save,
                 after_commit=self._begin_after,
-                tell=self._tell,
             )
             ending.callback(self._saver.close)
             for target in self._targets:
@@ -153,8 +152,7 @@ class CheckpointManager:
             self._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor locks after garbage collection. So nothing
         # that has a thread or a handler, or that is named here, may know this manager or the run
-        weakref.finalize(self, _end_forgotten, self._process, self._targets, self._begun).atexit = False
-        CheckpointManager._open.add(self)
+        weakref.finalize(self, _end_forgotten, os.getpid(), self._targets, self._begun).atexit = False
 
     def _make_listeners(self, ending: ExitStack) -> None:
         """What works beside training: the save in flight, uploads, and on rank 0 the command of ``on_saved``."""
@@ -207,7 +205,8 @@ class CheckpointManager:
                 self.collect()
                 self._begun.renew()
                 if self._options.async_save:
-                    self._in_flight.begun(self._saver.start(target, step, facts), step)
+                    self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
+                    self._in_flight.begun(self._saving, step)
                 else:
                     committed = self._saver.save(target, step, facts)
         except XhfError as error:
@@ -229,16 +228,15 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
-        if self._requests is not None and self._requests.is_due(at_once=at_once):
-            self._save_asked(step)
-
-    def _save_asked(self, step: Step) -> None:
+        requests = self._requests
+        if requests is None or not requests.is_due(at_once=at_once):
+            return
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
         if self.saved_at != step.iteration:
             self.save(step)
-        if self._requests.must_end:
+        if requests.must_end:
             self.collect()
-            self._requests.end_process()
+            requests.end_process()
 
     def look(self) -> None:
         """After an iteration: collect the background save if it has ended on this rank, and results of ``on_saved``.
@@ -249,10 +247,9 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        in_flight = self._saver.in_flight
-        if in_flight is not None and in_flight.done:
+        if self._saving is not None and self._saving.done:
             is_alone = self._options.on_error != 'raise' or self.collective.world_size == 1
-            if in_flight.succeeded or is_alone:
+            if self._saving.succeeded or is_alone:
                 self.collect()
         while self._on_saved is not None and self._on_saved.results:
             self._on_result(*self._on_saved.results.popleft())
@@ -268,16 +265,18 @@ class CheckpointManager:
         Raises:
             XhfError: It failed, and ``on_error`` is 'raise'.
         """
+        if self._saving is None:
+            return
+        self._saving.wait()
+        ended = self._saving
+        self._saving = None
         try:
-            committed = self._saver.outcome()
+            self._report(ended.outcome())
         except XhfError:
             self._after = None
             self.saved_at = None
             if self._options.on_error == 'raise':
                 raise
-        else:
-            if committed is not None:
-                self._report(committed)
 
     def finish(self, step: Step, *, weights_are_others: bool = False) -> None:
         """At the end of training: the last save, then wait for all work beside training, on all ranks.
@@ -334,13 +333,11 @@ class CheckpointManager:
 
         Does nothing the second time, nor in a forked child, whose parent goes on.
         """
-        if os.getpid() != self._process:
+        if not self._open_run.is_of_this_process:
             return
         self._begun.end()
         with contextlib.suppress(Exception):  # its thread has told it
-            if (committed := self._saver.outcome()) is not None:
-                self._report(committed)
-        CheckpointManager._open.discard(self)
+            self.collect()
         self._ending.close()
         if self._requests is not None:
             self._requests.end_process()
@@ -351,7 +348,7 @@ class CheckpointManager:
 
     @property
     def _places(self) -> set[str]:
-        """The folders and URLs of saves: no two managers of a process have one in common."""
+        """The folders and URLs of saves."""
         url, folders = self._options.upload_to, [target.path for target in self._targets]
         return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
 
@@ -385,27 +382,6 @@ class CheckpointManager:
             yield
         except Exception as error:  # of the user's visualizer, for example
             self.log.error(f'{step.label} is saved, but this was not reported: {type(error).__name__}: {error}')
-
-    def _close_earlier(self) -> None:
-        """Close earlier runs of this process that are over. A thread trains one run at a time.
-
-        Raises:
-            TargetError: A run that may still be going on holds our folders.
-        """
-        for other in [*CheckpointManager._open]:
-            if other._process != os.getpid():
-                continue
-            both = self._places & other._places
-            is_another = self._run is not None and other._run is not None and other._run() is not self._run()
-            is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
-            if is_another and is_over:
-                self.log.warning(f'{other.newest.path}: an earlier run was interrupted and is now closed')
-                other.close()
-            elif both:
-                raise TargetError(
-                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
-                    f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
-                )
 
 
 def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], begun: BegunWork) -> None:

@@ -93,6 +93,7 @@ class Save:
         self._collective = beside
         self.in_background = True
         self._clock.training_goes_on()
+        self._clock.begin('staging')  # for which the other thread may have to wait
 
     def write_and_commit(self) -> CommittedCheckpoint:
         """All that comes after the copy.

@@ -17,7 +17,7 @@ class Unwrapped:
         model: The bare module.
         root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
         facts: Fields of the manifest.
-        engine: The DeepSpeed engine, if there is one.
+        engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.
         reward_token_id: The token whose score is the reward, if the run's config names one.
     """
 

@@ -72,7 +72,7 @@ class Background(Generic[T]):
             time.sleep(_POLL_SECS)
         return self.done
 
-    def outcome(self) -> T | None:
+    def outcome(self) -> T:
         """Wait for the end; returns what the work returned, or raises what it raised."""
         self.wait()
         if self._error is not None:

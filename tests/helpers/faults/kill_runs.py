@@ -142,34 +142,31 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
+    from tests.helpers.runs.engines import make_saver
     from xhf_hooks.collective import Collective
-    from xhf_hooks.options import SaveOptions
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.saves.save import Saver
-    from xhf_hooks.saves.unwrap import unwrap
     from xhf_hooks.system.threads import ExitWait
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)
-    options = SaveOptions(bucket_size=20_000, max_shard_size=10_000)
-    saver = Saver(unwrap(model), options, collective, writer=kind.writer, in_background=kind.in_background)
-    saver.prepare()
+    how = dict(writer=kind.writer, in_background=kind.in_background, bucket_size=20_000, max_shard_size=10_000)
+    saver = make_saver(model, collective, **how)
     folder = CheckpointFolder(parent / NAME, max_keep)
     with collective.stage('preflight'):
         if collective.rank == 0:
             folder.claim()
+    number, begun = first, []
     if kind.in_background:
-        ExitWait(lambda: saver.in_flight is None or saver.in_flight.wait(HANG_SECS))
-    number = first
+        ExitWait(lambda: [saving.wait(HANG_SECS) for saving in begun])
     while True:
         fill(model, weight_of(number))
         connection.send(('began', number))
         if kind.in_background:
-            saver.start(folder, Step('iter', number, number))
+            begun[:] = [saver.start(folder, Step('iter', number, number))]
             connection.send(('copied', number))
             fill(model, -1)  # training goes on
-            saver.outcome()
+            begun[0].outcome()
         else:
             saver.save(folder, Step('iter', number, number))
         connection.send(('committed', number))

@@ -102,13 +102,7 @@ def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
 
     own = dict(max_keep_ckpts=way.max_keep, writer=way.writer, async_save=way.door == 'async', on_error='raise')
     log = RunLog(logging.getLogger('tests'), 'run', only_errors=rank_and_world_size()[0] != 0)
-    saves = CheckpointManager(unwrap(model), parent / NAME, RunOptions(**own, **SIZES), log)
-    try:
-        saves.prepare(None, when='now')
-    except BaseException:
-        saves.close()
-        raise
-    return saves
+    return CheckpointManager(unwrap(model), parent / NAME, RunOptions(**own, **SIZES), log, when='now')
 
 
 def save_in_run(saves: CheckpointManager, model: nn.Module, number: int) -> None:

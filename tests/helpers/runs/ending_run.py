@@ -26,7 +26,7 @@ from mmengine.registry import HOOKS
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.store import StoredSaves
-from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.saver import Saver
 from xhf_hooks.system.threads import Background
 from xhf_hooks.writers.output_file import OutputFile
 
@@ -69,9 +69,9 @@ def hold_back() -> None:
     """Make the second save, and the upload of the first, wait for the end of the run."""
     start, write, publish, wait = Saver.start, OutputFile.write, StoredSaves.publish, Background.wait
 
-    def start_second(self: Saver, folder: Any, step: Any, *args: Any) -> None:
+    def start_second(self: Saver, folder: Any, step: Any, *args: Any) -> Any:
         Ending.saving = step.iteration
-        start(self, folder, step, *args)
+        return start(self, folder, step, *args)
 
     def write_second(self: OutputFile, *args: Any) -> None:
         if Ending.saving == ENDS_AT - 1:

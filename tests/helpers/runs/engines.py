@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,12 +54,14 @@ def zero_engine(
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
     from xhf_hooks.options import SaveOptions
-    from xhf_hooks.saves.save import Saver
+    from xhf_hooks.saves.saver import Saver
+    from xhf_hooks.saves.telemetry import RunLog
     from xhf_hooks.saves.unwrap import unwrap
 
     trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
     own = {n: options.pop(n) for n in ('writer', 'in_background') if n in options}
-    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, **own)
+    log = RunLog(logging.getLogger('test'), 'saver')
+    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **own)
 
 
 def names_read(plan: SavePlan) -> set[str]:
@@ -76,7 +79,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     collective = Collective(timeout_secs=600)
     in_background = options.get('in_background', False)
     saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
-    plan = saver.prepare()
+    plan = saver.plan
     folder = CheckpointFolder(final, max_keep=1)
     with collective.stage('claim'):
         if collective.rank == 0:
@@ -85,8 +88,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     try:
         if not in_background:
             return plan, saver.save(folder, step)
-        saver.start(folder, step)
-        return plan, saver.outcome()
+        return plan, saver.start(folder, step).outcome()
     finally:
         folder.release()
         saver.close()

@@ -22,7 +22,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter, find_tokenizer
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.saves.telemetry import RunLog, log_preparations, warn_of_left_out
+from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.sources import source_for
 
 
@@ -176,17 +176,12 @@ def test_trained_tensors_that_are_not_saved_are_named(lora, log, caplog):
     assert 'trained, but not saved: 4 tensors' in caplog.messages[-1]
 
 
-def test_frozen_tensors_that_are_not_saved_are_a_remark(log, caplog, monkeypatch):
-    monkeypatch.setattr('xhf_hooks.saves.telemetry._table', lambda *_: '')
-    exporter = planned(around(llm=build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3)))
-    exporter.left_out_trained = ('mask_head.weight', 'mask_head.bias')
-    plan = type('Plan', (), dict(placements=[], files=[], nbytes=0, gathered=[]))
-    log_preparations(log, plan, exporter, where='', when='', how='', expects_slices=False)
-    assert caplog.messages[-1] == 'Door: not exported: 2 tensors (frozen.weight, frozen.bias)'
-
-
 def test_every_save_tells_of_them(tmp_path, caplog):
-    model = around(llm=build('llama'), mask_head=nn.Linear(3, 3))
+    """Frozen ones are a remark."""
+    caplog.set_level(logging.INFO)
+    model = around(llm=build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
+    model.frozen.requires_grad_(False)
     save_hf(model, tmp_path / 'saved')
+    assert 'save_hf: not exported: 2 tensors (frozen.weight, frozen.bias)' in caplog.messages
     (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
     assert record.levelname == 'WARNING' and 'mask_head.weight' in record.getMessage()

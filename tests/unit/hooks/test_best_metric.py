@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,6 +97,6 @@ def test_a_score_comes_back_from_the_manifest(score):
 def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(text, hub):
     earlier = [BestSave.described_by(text.encode(), 'hf_best', 'best')]
     with pytest.raises(TargetError, match='hf_best has no recorded score'):
-        BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub)
+        BestMetric('acc', None).begin(Path('hf_model'), earlier, hub)
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
-    assert BestMetric('acc', None).begin('s3://bucket/hf', earlier, hub) == ['best acc so far: 2.5000']
+    assert BestMetric('acc', None).begin(Path('hf_model'), earlier, hub) == ['best acc so far: 2.5000']

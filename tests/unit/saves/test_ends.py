@@ -18,6 +18,7 @@ from xhf_hooks.errors import AgreedError, TargetError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import OutputFile
@@ -34,8 +35,7 @@ class Run:
         log = RunLog(logging.getLogger('test'), 'test')
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
-        saves = CheckpointManager(unwrap(self.model), folder, options, log, run=self, on_result=on_result)
-        saves.prepare(None, when='now')
+        saves = CheckpointManager(unwrap(self.model), folder, options, log, when='now', run=self, on_result=on_result)
         self.saves.append(saves)
         return saves
 
@@ -45,8 +45,8 @@ def no_run_before(caplog):
     caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGINT)
     yield
-    for saves in [*CheckpointManager._open]:
-        saves.close()
+    for run in [*OpenRun._open]:
+        run._close()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -55,7 +55,7 @@ def step(number: int) -> Step:
 
 
 def ended(saves: CheckpointManager) -> CheckpointManager:
-    saves._saver.in_flight.wait()
+    saves._saving.wait()
     return saves
 
 
@@ -88,7 +88,7 @@ def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, cap
     earlier, later = Run(), Run()
     earlier.begin(tmp_path / 'one' / 'hf_model', save_on_signal='SIGINT')
     saves = later.begin(tmp_path / 'two' / 'hf_model', save_on_signal='SIGINT')
-    assert [*CheckpointManager._open] == [saves]
+    assert [*OpenRun._open] == [saves._open_run]
     assert f'{tmp_path / "one" / "hf_model"}: an earlier run was interrupted and is now closed' in caplog.text
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -112,7 +112,7 @@ def test_runs_that_go_on_stay(tmp_path):
     begun.wait()
     for folder in both:
         run.begin(folder)
-    assert len(CheckpointManager._open) == 3
+    assert len(OpenRun._open) == 3
     with pytest.raises(TargetError, match='in use by another run of this process'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
@@ -121,7 +121,19 @@ def test_runs_that_go_on_stay(tmp_path):
     over.set()
     thread.join()
     Run().begin(tmp_path / 'next' / 'hf_model')
-    assert len(CheckpointManager._open) == 1
+    assert len(OpenRun._open) == 1
+
+
+def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
+    """Each would take it from the other at every save. Other names or URLs are fine, and so is a run after another."""
+    run, url = Run(), (tmp_path / 'store').as_uri()
+    one = run.begin(tmp_path / 'one' / 'hf_model', upload_to=url)
+    with pytest.raises(TargetError, match=f'{url}/hf_model is in use by another run of this process'):
+        run.begin(tmp_path / 'two' / 'hf_model', upload_to=f'{url}/')
+    for folder, elsewhere in ((tmp_path / 'two' / 'merged', url), (tmp_path / 'two' / 'hf_model', f'{url}/two')):
+        run.begin(folder, upload_to=elsewhere).close()
+    one.close()
+    run.begin(tmp_path / 'two' / 'hf_model', upload_to=url)
 
 
 def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
@@ -142,7 +154,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     run = Run()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(step(1))
     ended(run.saves[0])
-    for listener in run.saves[0]._after_each:
+    for listener in run.saves[0]._begun.listeners:
         listener.wait(float('inf'))
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
     del run

@@ -15,7 +15,9 @@ import pytest
 from tests.helpers.models.adapted import adapted
 from tests.helpers.ranks.launch import HANG_SECS
 from xhf_hooks import save_hf
-from xhf_hooks.saves.telemetry import Progress, RunLog, log_preparations, show
+from xhf_hooks.places.who_writes import WhoWrites
+from xhf_hooks.saves.preflight import log_preparations
+from xhf_hooks.saves.telemetry import Progress, RunLog, show
 
 
 @pytest.fixture()
@@ -91,7 +93,15 @@ def test_what_is_gathered_is_named_before_training(asked, log, caplog):
     group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
     plan = SimpleNamespace(placements=[1, 2], files=[1], nbytes=8, gathered=[group, group])
     exporter = SimpleNamespace(left_out=(), notes=())
-    log_preparations(log, plan, exporter, where='out', when='now', how='positional writer', expects_slices=not asked)
+    saver = SimpleNamespace(
+        log=log,
+        plan=plan,
+        planned=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
+        who_writes=WhoWrites.GATHER if asked else WhoWrites.POSITIONAL,
+        in_background=False,
+        collective=SimpleNamespace(world_size=2),
+    )
+    log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
     expected = [] if asked else ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)']
     assert caplog.messages[1:] == expected
 

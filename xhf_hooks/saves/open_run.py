@@ -1,0 +1,65 @@
+"""The runs of this process that have not been closed. The locks of their folders belong to the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+from xhf_hooks.errors import TargetError
+
+
+class OpenRun:
+    """One run, from :meth:`begin` until it is closed or forgotten. Used by: the thread that trains.
+
+    Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
+    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one.
+
+    Args:
+        run: Identifies it, such as MMEngine's runner. Only another run can close this one.
+        places: The folders and URLs of its saves: no two runs have one in common.
+        close: Closes it.
+    """
+
+    _open: ClassVar[weakref.WeakSet[OpenRun]] = weakref.WeakSet()
+
+    def __init__(self, run: object | None, places: set[str], close: Callable[[], None]) -> None:
+        self._run = None if run is None else weakref.ref(run)
+        self._places = places
+        self._close = close
+        self._thread = threading.current_thread()
+        self._process = os.getpid()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child, whose parent goes on with the run."""
+        return self._process == os.getpid()
+
+    def begin(self, log: logging.LoggerAdapter) -> None:
+        """Close earlier runs that are over. A thread trains one run at a time.
+
+        Raises:
+            TargetError: A run that may still be going on has one of our places.
+        """
+        for other in [*OpenRun._open]:
+            if not other.is_of_this_process:
+                continue
+            both = self._places & other._places
+            is_another = self._run is not None and other._run is not None and other._run() is not self._run()
+            is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
+            if is_another and is_over:
+                log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
+                other._close()
+            elif both:
+                raise TargetError(
+                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
+                    f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
+                )
+        OpenRun._open.add(self)
+
+    def end(self) -> None:
+        """It is closed."""
+        OpenRun._open.discard(self)
