@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.models.adapted import adapted
 from tests.helpers.ranks.launch import HANG_SECS
 from xhf_hooks import save_hf
-from xhf_hooks.places.who_writes import WhoWrites
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.preflight import log_preparations
 from xhf_hooks.saves.telemetry import Progress, RunLog, show
 
@@ -97,7 +97,7 @@ def test_what_is_gathered_is_named_before_training(asked, log, caplog):
         log=log,
         plan=plan,
         planned=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
-        who_writes=WhoWrites.GATHER if asked else WhoWrites.POSITIONAL,
+        strategy=WriteStrategy.GATHER if asked else WriteStrategy.POSITIONAL,
         in_background=False,
         collective=SimpleNamespace(world_size=2),
     )
