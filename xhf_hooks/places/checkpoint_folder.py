@@ -110,17 +110,8 @@ class CheckpointFolder:
         Raises:
             TargetError: It is not writable, is in use by another run, or holds foreign files or one of the bases.
         """
-        parent = self.path.parent
+        self._take_lock()
         try:
-            try:
-                parent.mkdir(parents=True, exist_ok=True)
-                self._take_lock()
-                probe = new_name(self.path, 'discarded')  # as long as names get
-                probe.write_bytes(b'x')
-            except OSError as error:
-                raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
-            with self.others.going_on(f'{probe} could not be deleted'):
-                probe.unlink()
             self._require_ours()
             self._refuse_bases(bases)
             self.recover()
@@ -209,7 +200,13 @@ class CheckpointFolder:
         return path.read_bytes() if path.is_file() else None
 
     def _take_lock(self) -> None:
-        if not self.lock.acquire(patience_secs=10.0):
+        parent = self.path.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            is_held = self.lock.acquire(patience_secs=10.0)
+        except OSError as error:
+            raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
+        if not is_held:
             raise TargetError(
                 f'{self.path} is in use by {self.lock.holder or "another run"}; {self.elsewhere} another. If that '
                 f'host is dead and the file system has kept its lock, remove {self.lock.path}'

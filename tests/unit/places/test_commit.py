@@ -1,41 +1,18 @@
-"""From staging to the final name: what is there is always whole, and what was there goes last."""
+"""From staging to the name of the newest save: what is there is always whole, and what was there goes last."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.unit.places.conftest import LOCK, hidden
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import WrittenSave
-
-
-@pytest.fixture(params=['exchange', 'fallback'])
-def both_ways(request, monkeypatch):
-    """With the atomic exchange of Linux, and as on file systems without it."""
-    if request.param == 'fallback':
-        monkeypatch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return claimed(tmp_path / 'hf_model')
-
-
-def claimed(final: Path, max_keep: int = 1, said: list[str] | None = None) -> CheckpointFolder:
-    made = CheckpointFolder(final, max_keep, warn=[].append if said is None else said.append)
-    made.claim()
-    return made
-
-
-def hidden(parent: Path) -> set[str]:
-    return {path.name for path in parent.iterdir() if path.name.startswith('.')}
 
 
 def test_a_reader_never_finds_the_name_missing(folder):
@@ -57,7 +34,7 @@ def test_a_reader_never_finds_the_name_missing(folder):
 
 
 @pytest.mark.parametrize(
-    ('max_keep', 'runs', 'archives'),
+    ('max_keep', 'runs', 'older'),
     [
         (1, [(1, 2)], []),
         (3, [(1, 2, 3, 4, 5)], [3, 4]),
@@ -66,21 +43,21 @@ def test_a_reader_never_finds_the_name_missing(folder):
         (3, [(47, 48, 49, 50), (31, 32, 33)], [31, 32]),  # the run went back: its saves are the newer ones
     ],
 )
-def test_older_saves(max_keep, runs, archives, tmp_path, both_ways):
+def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
     (tmp_path / 'hf_model').mkdir()  # that it is there, and empty, is no reason to stop
     for numbers in runs:
-        folder = claimed(tmp_path / 'hf_model', max_keep)
+        folder = claim(max_keep)
         for number in numbers:
             commit_one(folder, number)
         folder.release()
-    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in archives}}
+    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
     assert hidden(tmp_path) == set()
 
 
 @pytest.mark.parametrize('max_keep', [1, 2])
-def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep):
+def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, claim, said, max_keep):
     """An evaluation's result, a converted model, a link, a folder: when their save goes, they stay."""
-    folder = claimed(tmp_path / 'hf_model', max_keep, said := [])
+    folder = claim(max_keep)
     commit_one(folder, 1)
     (folder.path / 'eval').mkdir()
     (folder.path / 'eval' / 'result.json').write_text('{"score": 1}')
@@ -88,26 +65,17 @@ def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, max_keep)
     (folder.path / 'data').symlink_to(tmp_path)
     for number in range(2, max_keep + 2):
         commit_one(folder, number)
-    kept = tmp_path / 'hf_model_others_iter_1'
-    assert (kept / 'eval' / 'result.json').read_text() == '{"score": 1}'
-    assert (kept / 'model.gguf').read_bytes() == b'gguf'
-    assert (kept / 'data').is_symlink() and tmp_path.is_dir()
+    apart = tmp_path / 'hf_model_others_iter_1'
+    assert (apart / 'eval' / 'result.json').read_text() == '{"score": 1}'
+    assert (apart / 'model.gguf').read_bytes() == b'gguf'
+    assert (apart / 'data').is_symlink() and tmp_path.is_dir()
     (warning,) = said
-    assert 'data, eval/result.json, model.gguf in the save of iter_1' in warning and str(kept) in warning
-    shutil.rmtree(kept)
+    assert 'data, eval/result.json, model.gguf in the save of iter_1' in warning and str(apart) in warning
+    shutil.rmtree(apart)
     assert visible(tmp_path)['hf_model'] == max_keep + 1
-    assert hidden(tmp_path) == {'.hf_model.lock'}
+    assert hidden(tmp_path) == LOCK
     commit_one(folder, max_keep + 2)
     assert len(said) == 1
-
-
-def test_what_looks_like_an_archive_but_is_not_ours_stays(tmp_path):
-    (tmp_path / 'hf_model_iter_1').mkdir()
-    (tmp_path / 'hf_model_iter_1' / 'notes.txt').write_text('mine')
-    folder = claimed(tmp_path / 'hf_model', max_keep=2)
-    for number in (5, 6, 7):
-        commit_one(folder, number)
-    assert (tmp_path / 'hf_model_iter_1' / 'notes.txt').read_text() == 'mine'
 
 
 @pytest.mark.parametrize('damage', ['missing', 'truncated', 'header', 'a flipped bit'])
@@ -126,7 +94,7 @@ def test_damaged_staging_is_refused(folder, tmp_path, damage):
         folder.commit(WrittenSave(plan, tensors, iteration(2)), 'full' if damage == 'a flipped bit' else 'sizes')
     folder.abort()
     assert visible(tmp_path) == {'hf_model': 1}
-    assert hidden(tmp_path) == {'.hf_model.lock'}
+    assert hidden(tmp_path) == LOCK
 
 
 def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_ways):
@@ -138,11 +106,10 @@ def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_
     assert (folder.path / 'notes.txt').read_text() == 'mine'
 
 
-def test_room(folder, tmp_path):
+def test_a_disk_that_is_too_small_is_told_with_what_to_change(folder, tmp_path):
     folder.require_room(1)
     with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
         folder.require_room(10**18)
     assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
-    several = CheckpointFolder(folder.path, 3)
     with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
-        several.require_room(10**18)
+        CheckpointFolder(folder.path, 3).require_room(10**18)

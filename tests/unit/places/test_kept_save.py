@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, visible
-from xhf_hooks.format import strict_json
+from tests.unit.places.conftest import LOCK, commit_with, hidden
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
 from xhf_hooks.places import kept_save
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-
-
-@pytest.fixture
-def folder(tmp_path):
-    made = CheckpointFolder(tmp_path / 'hf_model', 1)
-    made.claim()
-    return made
-
-
-def kept_names(parent):
-    return [path.name for path in parent.iterdir() if '.kept-' in path.name]
+from xhf_hooks.places.file_system import files_in
 
 
 @pytest.mark.parametrize('has_links', [True, False])
@@ -36,37 +24,30 @@ def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_lin
             raise PermissionError('no links here')
 
         monkeypatch.setattr(kept_save.os, 'link', refuse)
-    commit_one(folder, 1)
-    manifest = strict_json.read(folder.path / MANIFEST_NAME)
-    (folder.path / 'adapter').mkdir()
-    (folder.path / 'adapter' / 'config.json').write_text('{}')
-    manifest['files']['adapter/config.json'] = {'nbytes': 2, 'crc32': 'a3a6bf43'}
-    (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    commit_with(folder, 1, 'adapter/config.json', '{}')
     (folder.path / 'notes.txt').write_text('of somebody else')
     kept = folder.keep()
-    for path in kept.path.rglob('*.*'):
-        is_link = os.path.samefile(path, folder.path / path.relative_to(kept.path))
+    for name, path in files_in(kept.path).items():
+        is_link = os.path.samefile(path, folder.path / name)
         assert is_link == (has_links and path.suffix == '.safetensors')
     for number in (2, 3):
         commit_one(folder, number)
-    check_folder(kept.path, read_manifest(kept.path))
-    assert {p.relative_to(kept.path).as_posix() for p in kept.path.rglob('*') if p.is_file()} == {
-        *manifest['files'],
-        MANIFEST_NAME,
-    }
+    saved = read_manifest(kept.path)
+    check_folder(kept.path, saved)
+    assert files_in(kept.path).keys() == {*saved.files, MANIFEST_NAME} >= {'adapter/config.json'}
     assert content(folder.path) == 3
     kept.release()
     kept.release()
-    assert kept_names(tmp_path) == []
+    assert hidden(tmp_path) == LOCK
 
 
-def test_the_next_run_removes_what_a_killed_one_kept(folder, tmp_path):
+def test_the_next_run_removes_what_a_killed_one_kept(claim, tmp_path):
+    folder = claim()
     commit_one(folder, 1)
-    folder.keep()
+    kept = folder.keep()
     folder.open_staging()
-    assert len(kept_names(tmp_path)) == 1, 'a save of the same run leaves it to its readers'
+    assert kept.path.is_dir(), 'a save of the same run leaves it to its readers'
     folder.abort()
     folder.release()
-    again = CheckpointFolder(tmp_path / 'hf_model', 1)
-    again.claim()
-    assert kept_names(tmp_path) == [] and visible(tmp_path) == {'hf_model': 1}
+    claim()
+    assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 1}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +13,24 @@ from unittest import mock
 import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
-from tests.unit.places.test_commit import both_ways, claimed, hidden  # noqa: F401
+from tests.unit.places.conftest import LOCK, commit_with, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import sweep_dead_runs
 from xhf_hooks.places.file_system import new_name
+
+
+def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, instead_of: Callable[..., Any]) -> Any:
+    """A function of the system that fails for some arguments."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if when(*args):
+            raise OSError(number, os.strerror(number))
+        return instead_of(*args, **options)
+
+    return call
 
 
 def own_folder(path: Path) -> None:
@@ -49,9 +60,6 @@ def of_a_newer_version(path: Path) -> None:
     (path / MANIFEST_NAME).write_text('{"format_version": 99}')
 
 
-OWN = [own_folder, own_file, own_link, own_name_for_another_save, of_a_newer_version]
-
-
 def tree(path: Path) -> dict[str, bytes]:
     files = [path] if path.is_file() else [each for each in path.rglob('*') if each.is_file()]
     return {str(each): each.read_bytes() for each in files}
@@ -60,76 +68,67 @@ def tree(path: Path) -> dict[str, bytes]:
 # Older saves
 
 
-@pytest.mark.parametrize('make', OWN)
-def test_what_has_the_name_of_an_older_save_stays_and_that_save_gets_another_name(tmp_path, both_ways, make):  # noqa: F811
+@pytest.mark.parametrize(
+    'make',
+    [own_folder, own_file, own_link, own_name_for_another_save, of_a_newer_version],
+    ids=lambda make: make.__name__,
+)
+def test_what_has_the_name_of_an_older_save_stays_and_that_save_gets_another_name(
+    tmp_path, both_ways, claim, said, make
+):
     own = tmp_path / 'hf_model_iter_1'
     make(own)
     before = tree(own)
-    folder = claimed(tmp_path / 'hf_model', 3, said := [])
+    folder = claim(3)
     for number in (1, 2):
         commit_one(folder, number)
     assert content(tmp_path / 'hf_model_iter_1_2') == 1
     (warning,) = said
     assert str(own) in warning and str(tmp_path / 'hf_model_iter_1_2') in warning
     folder.release()
-    folder = claimed(tmp_path / 'hf_model', 3)  # and is known as ours by another run
+    folder = claim(3)  # and is known as ours by another run
     for number in (3, 4):
         commit_one(folder, number)
     assert tree(own) == before and not (tmp_path / 'hf_model_iter_1_2').exists()
     assert [content(tmp_path / f'hf_model_iter_{number}') for number in (2, 3)] == [2, 3]
 
 
-def test_a_smaller_max_keep_ckpts_deletes_nothing_before_the_first_save(tmp_path):
-    """The newest save had diverged, and was removed."""
-    folder = claimed(tmp_path / 'hf_model', 3)
+@pytest.mark.parametrize(
+    ('is_restored', 'max_keep', 'expected'),
+    [(False, 1, {'hf_model': 4}), (True, 2, {'hf_model': 4, 'hf_model_iter_2': 2})],
+    ids=['the newest was removed', 'an older one was put in its place'],
+)
+def test_going_back_to_an_older_save(tmp_path, both_ways, claim, is_restored, max_keep, expected):
+    """The newest save had diverged. What commits from now on is newer; before that, nothing is deleted."""
+    folder = claim(3)
     for number in (1, 2, 3):
         commit_one(folder, number)
     folder.release()
     shutil.rmtree(tmp_path / 'hf_model')
-    folder = claimed(tmp_path / 'hf_model', 1)
+    if is_restored:
+        os.rename(tmp_path / 'hf_model_iter_2', tmp_path / 'hf_model')
+    before = visible(tmp_path)
+    folder = claim(max_keep)
     folder.open_staging()
     folder.abort()
-    assert visible(tmp_path) == {'hf_model_iter_1': 1, 'hf_model_iter_2': 2}
+    assert visible(tmp_path) == before
     commit_one(folder, 4)
-    assert visible(tmp_path) == {'hf_model': 4}
+    assert visible(tmp_path) == expected
 
 
-def test_saves_after_going_back_to_an_older_one_are_newer_than_those_of_the_diverged_run(tmp_path, both_ways):  # noqa: F811
-    folder = claimed(tmp_path / 'hf_model', 3)
-    for number in (10, 20, 30, 40):
-        commit_one(folder, number)
-    folder.release()
-    shutil.rmtree(tmp_path / 'hf_model')
-    os.rename(tmp_path / 'hf_model_iter_20', tmp_path / 'hf_model')
-    folder = claimed(tmp_path / 'hf_model', 2)
-    for number in (21, 22):
-        commit_one(folder, number)
-    assert visible(tmp_path) == {'hf_model': 22, 'hf_model_iter_21': 21}
-
-
-def test_a_file_of_the_save_that_somebody_edited_is_set_apart(tmp_path):
-    folder = claimed(tmp_path / 'hf_model', 1, said := [])
-    plan_files = {'config.json': '{"a": 1}'}
-    commit_one(folder, 1)
-    for name, text in plan_files.items():  # as if saved with it
-        manifest = json.loads((folder.path / MANIFEST_NAME).read_text())
-        manifest['files'][name] = {'nbytes': len(text), 'crc32': '00000000'}
-        (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
-        (folder.path / name).write_text('{"a": 2}')
+def test_a_file_of_the_save_that_somebody_edited_is_set_apart(tmp_path, folder, said):
+    commit_with(folder, 1, 'config.json', '{"a": 1}')
+    (folder.path / 'config.json').write_text('{"a": 2}')
     commit_one(folder, 2)
-    assert (tmp_path / 'hf_model_others_iter_1' / 'config.json').read_text() == '{"a": 2}'
-    assert [path.name for path in (tmp_path / 'hf_model_others_iter_1').iterdir()] == ['config.json'] and len(said) == 1
+    (left,) = (tmp_path / 'hf_model_others_iter_1').iterdir()
+    assert (left.name, left.read_text(), len(said)) == ('config.json', '{"a": 2}', 1)
 
 
-def test_a_folder_behind_a_link_in_a_save_is_not_emptied(tmp_path):
+def test_a_folder_behind_a_link_in_a_save_is_not_emptied(tmp_path, folder):
     """The link has the name of a folder that the save had."""
-    folder = claimed(tmp_path / 'hf_model', 1)
-    commit_one(folder, 1)
-    own_folder(tmp_path / 'mine')
+    commit_with(folder, 1, 'adapter/thesis.tex', 'mine')
+    os.rename(folder.path / 'adapter', tmp_path / 'mine')
     (folder.path / 'adapter').symlink_to(tmp_path / 'mine')
-    manifest = json.loads((folder.path / MANIFEST_NAME).read_text())
-    manifest['files']['adapter/thesis.tex'] = {'nbytes': 4, 'crc32': '00000000'}
-    (folder.path / MANIFEST_NAME).write_text(json.dumps(manifest))
     commit_one(folder, 2)
     assert (tmp_path / 'mine' / 'thesis.tex').read_text() == 'mine'
 
@@ -138,51 +137,52 @@ def test_a_folder_behind_a_link_in_a_save_is_not_emptied(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['staging', 'previous', 'kept', 'discarded'])
-def test_a_leftover_whose_manifest_is_not_understood_stays(tmp_path, kind):
+def test_a_leftover_whose_manifest_is_not_understood_stays(tmp_path, claim, said, kind):
     """A newer version of this package has left it."""
     left = new_name(tmp_path / 'hf_model', kind)
     of_a_newer_version(left)
-    folder = claimed(tmp_path / 'hf_model', 1, said := [])
-    commit_one(folder, 1)
-    assert (left / 'thesis.tex').read_text() == 'mine' and content(folder.path) == 1
+    commit_one(claim(), 1)
+    assert (left / 'thesis.tex').read_text() == 'mine' and content(tmp_path / 'hf_model') == 1
     (warning,) = said
     assert str(left) in warning and 'upgrade xhf_hooks' in warning
 
 
-def test_a_manifest_that_cannot_be_read_is_not_a_missing_one(tmp_path, monkeypatch):
-    folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
+@pytest.mark.parametrize('call', ['read_bytes', 'rename', 'iterdir'])
+def test_a_leftover_that_cannot_be_recovered_now_stays_and_the_run_starts(tmp_path, monkeypatch, said, call):
+    """A manifest that cannot be read is not a missing one."""
+    folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=said.append)
     left = put_whole(folder, new_name(folder.path, 'previous').name, 1)
-    read, stale = Path.read_bytes, OSError(errno.ESTALE, 'Stale file handle')
-
-    def read_or_fail(path: Path) -> bytes:
-        if path.parent == left:
-            raise stale
-        return read(path)
-
+    where = os if call == 'rename' else Path
+    stale = failing(errno.ESTALE, when=lambda path, *to: left in (path, path.parent), instead_of=getattr(where, call))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, 'read_bytes', read_or_fail)
+        if call == 'iterdir':
+            patch.setattr(folder.others, 'older', dict)
+            patch.setattr(folder.others, 'guard', lambda bases: None)
+            patch.setattr(folder, '_refuse_bases', lambda bases: None)
+            stale = failing(errno.ESTALE, instead_of=Path.iterdir)
+        patch.setattr(where, call, stale)
         folder.claim()
     assert content(left) == 1 and 'Stale file handle' in said[0]
     commit_one(folder, 2)
-    assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == {'.hf_model.lock'}
+    assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == LOCK
 
 
-def test_what_a_command_added_to_a_kept_save_survives_the_death_of_the_run(tmp_path):
-    folder = claimed(tmp_path / 'hf_model', 1)
+def test_what_a_command_added_to_a_kept_save_survives_the_death_of_the_run(tmp_path, claim):
+    folder = claim()
     commit_one(folder, 1)
     kept = folder.keep()
     own_folder(kept.path / 'results')
-    kept.release()  # moving it had failed
+    kept.release()
     folder.release()
-    claimed(tmp_path / 'hf_model', 1)
+    claim()
     assert (tmp_path / 'hf_model_others_iter_1' / 'results' / 'thesis.tex').read_text() == 'mine'
-    assert hidden(tmp_path) == {'.hf_model.lock'}
+    assert hidden(tmp_path) == LOCK
 
 
 # Cleaning up is a warning
 
 
-def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch):
+def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch, claim, said):
     """An evaluation as another user wrote into the saves: each is told once, and removed when that is possible."""
 
     def refuse(path: Path, ignore_errors: bool = False) -> None:
@@ -192,104 +192,57 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, 'rmtree', refuse)
         for first in (1, 4):
-            folder = claimed(tmp_path / 'hf_model', 1, said := [])
+            said.clear()
+            folder = claim()
             for number in range(first, first + 3):
                 commit_one(folder, number)
                 folder.abort()
             folder.release()
             assert visible(tmp_path) == {'hf_model': first + 2}
             assert len(said) == len(set(said)) > 0 and all('Permission denied' in each for each in said)
-    claimed(tmp_path / 'hf_model', 1).release()
+    claim().release()
     assert hidden(tmp_path) == set()
 
 
-@pytest.mark.parametrize('call', ['iterdir', 'rename'])
-def test_recovery_that_fails_does_not_keep_a_run_from_starting(tmp_path, monkeypatch, call):
-    folder = CheckpointFolder(tmp_path / 'hf_model', 1, warn=(said := []).append)
-    left = put_whole(folder, new_name(folder.path, 'previous').name, 1)
-
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.EIO, 'Input/output error')
-
-    with monkeypatch.context() as patch:
-        where = {'iterdir': Path, 'rename': os}[call]
-        if call == 'iterdir':
-            monkeypatch.setattr(folder.others, 'older', dict)
-            monkeypatch.setattr(folder.others, 'guard', lambda bases: None)
-            monkeypatch.setattr(folder, '_refuse_bases', lambda bases: None)
-        patch.setattr(where, call, refuse)
-        folder.claim()
-    assert said and content(left) == 1
-    commit_one(folder, 2)
-    assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == {'.hf_model.lock'}
-
-
-def test_a_name_that_cannot_be_flushed_is_told_and_the_older_save_stays(tmp_path, monkeypatch):
-    folder = claimed(tmp_path / 'hf_model', 1, said := [])
+def test_a_name_that_cannot_be_flushed_is_told_and_the_older_save_stays(tmp_path, monkeypatch, folder, said):
     commit_one(folder, 1)
-    flush = checkpoint_folder.fsync
-
-    def refuse(path: Path) -> None:
-        if path == tmp_path:
-            raise OSError(errno.EIO, 'Input/output error')
-        flush(path)
-
+    refuse = failing(errno.EIO, when=lambda path: path == tmp_path, instead_of=checkpoint_folder.fsync)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_folder, 'fsync', refuse)
         commit_one(folder, 2)
-    (left,) = hidden(tmp_path) - {'.hf_model.lock'}
+    (left,) = hidden(tmp_path) - LOCK
     assert (content(folder.path), content(tmp_path / left)) == (2, 1) and 'new save is complete' in said[0]
     commit_one(folder, 3)
-    assert visible(tmp_path) == {'hf_model': 3} and hidden(tmp_path) == {'.hf_model.lock'}
+    assert visible(tmp_path) == {'hf_model': 3} and hidden(tmp_path) == LOCK
 
 
 # Renames that fail
 
 
-class Renames:
-    """``os.rename`` on a file system without RENAME_EXCHANGE, where some fail."""
-
-    def __init__(self, failing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._rename, self._failing = os.rename, failing
-        monkeypatch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
-        monkeypatch.setattr(os, 'rename', self)
-
-    def __call__(self, old: Path, new: Path) -> None:
-        if any(f'.{kind}-' in Path(old).name for kind in self._failing):
-            raise OSError(errno.EIO, 'Input/output error', str(old), None, str(new))
-        self._rename(old, new)
-
-
-def test_a_save_that_cannot_get_its_name_gives_it_back_to_the_previous_one(tmp_path, monkeypatch):
-    folder = claimed(tmp_path / 'hf_model')
+@pytest.mark.parametrize('kinds', [('staging',), ('staging', 'previous')], ids=' and '.join)
+def test_a_save_that_cannot_get_its_name_gives_it_back_to_the_previous_one(tmp_path, monkeypatch, folder, kinds):
+    """Without exchange. If that fails, too, the error says where the previous save is; the next save restores it."""
     commit_one(folder, 1)
+
+    def has_kind(old: Path, new: Path) -> bool:
+        return any(f'.{kind}-' in old.name for kind in kinds)
+
     with monkeypatch.context() as patch:
-        Renames(('staging',), patch)
-        with pytest.raises(OSError, match='Input/output error') as caught:
+        patch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
+        patch.setattr(os, 'rename', failing(errno.EIO, when=has_kind, instead_of=os.rename))
+        with pytest.raises((OSError, TargetError), match='Input/output error') as caught:
             commit_one(folder, 2)
         folder.abort()
-    assert 'missing' not in str(caught.value)
-    assert visible(tmp_path) == {'hf_model': 1} and hidden(tmp_path) == {'.hf_model.lock'}
-
-
-def test_if_that_fails_too_the_error_says_where_the_previous_save_is(tmp_path, monkeypatch):
-    folder = claimed(tmp_path / 'hf_model')
-    commit_one(folder, 1)
-    with monkeypatch.context() as patch:
-        Renames(('staging', 'previous'), patch)
-        with pytest.raises(TargetError, match='is missing') as caught:
-            commit_one(folder, 2)
-        folder.abort()
-    (left,) = hidden(tmp_path) - {'.hf_model.lock'}
-    assert str(tmp_path / left) in str(caught.value) and content(tmp_path / left) == 1
+    for left in hidden(tmp_path) - LOCK:
+        assert str(tmp_path / left) in str(caught.value) and content(tmp_path / left) == 1
+    assert ('is missing' in str(caught.value)) == ('hf_model' not in visible(tmp_path)) == ('previous' in kinds)
     folder.open_staging()
     folder.abort()
-    assert visible(tmp_path) == {'hf_model': 1} and hidden(tmp_path) == {'.hf_model.lock'}
+    assert visible(tmp_path) == {'hf_model': 1} and hidden(tmp_path) == LOCK
 
 
-def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeypatch):
+def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeypatch, folder):
     """As on a file system whose server did it, and whose answer was lost."""
-    folder = claimed(tmp_path / 'hf_model')
     commit_one(folder, 1)
     exchange = checkpoint_folder.exchange
 
@@ -302,13 +255,13 @@ def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeyp
         with pytest.raises(OSError, match='Input/output error'):
             commit_one(folder, 2)
         folder.abort()
-    (left,) = hidden(tmp_path) - {'.hf_model.lock'}
+    (left,) = hidden(tmp_path) - LOCK
     assert (content(folder.path), content(tmp_path / left)) == (2, 1)
 
 
-def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, monkeypatch):
+def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, monkeypatch, claim, said):
     (tmp_path / 'hf_model').mkdir()
-    folder = claimed(tmp_path / 'hf_model', 1, said := [])
+    folder = claim()
     exchange = checkpoint_folder.exchange
 
     def write_and_exchange(one: Path, other: Path) -> bool:
@@ -345,9 +298,8 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize('is_relative', [False, True])
 @pytest.mark.parametrize('name', BASES)
-def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name, is_relative):
+def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name):
     folder = make_saves(tmp_path / 'out')
     (tmp_path / 'link').symlink_to('out')
     (tmp_path / 'base').symlink_to('out/hf_model_iter_1')
@@ -359,22 +311,20 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
         put_whole(folder, Path(BASES[name]).name, 0)
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
-    base = Path(BASES[name]) if is_relative else tmp_path / BASES[name]
-    for max_keep in (1, -1):
+    for base, max_keep in ((Path(BASES[name]), 1), (tmp_path / BASES[name], 1), (tmp_path / BASES[name], -1)):
         with pytest.raises(TargetError, match=r'is the base model that this run starts from.* set out_dir to another'):
             CheckpointFolder(folder.path, max_keep).claim([base])
     assert tree(tmp_path) == before
     CheckpointFolder(folder.path, 3).claim([tmp_path / 'elsewhere', 'organization/name', tmp_path])
 
 
-def test_a_base_that_is_moved_among_the_saves_stays(tmp_path):
+def test_a_base_that_is_moved_among_the_saves_stays(tmp_path, claim, said):
     """Its name is a link, so it is still known."""
     base = make_saves(tmp_path / 'earlier').path
     (tmp_path / 'base').symlink_to(base)
-    folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1, warn=(said := []).append)
-    folder.claim([tmp_path / 'base'])
+    folder = claim(bases=[tmp_path / 'base'])
     commit_one(folder, 4)
-    moved = tmp_path / 'out' / 'hf_model_iter_3'
+    moved = tmp_path / 'hf_model_iter_3'
     os.rename(base, moved)
     (tmp_path / 'base').unlink()
     (tmp_path / 'base').symlink_to(moved)

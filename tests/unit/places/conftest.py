@@ -1,0 +1,60 @@
+"""The target of the tests in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs.tiny_checkpoint import iteration, stage, tiny_plan
+from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.types import WrittenSave
+
+Claim = Callable[..., CheckpointFolder]
+LOCK = {'.hf_model.lock'}
+
+
+@pytest.fixture(params=['exchange', 'fallback'])
+def both_ways(request, monkeypatch):
+    """With the atomic exchange of Linux, and as on file systems without it."""
+    if request.param == 'fallback':
+        monkeypatch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """The warnings."""
+    return []
+
+
+@pytest.fixture
+def claim(tmp_path, said) -> Claim:
+    """Claims ``hf_model``, once more if that is asked for."""
+
+    def claimed(max_keep: int = 1, bases: Iterable[Path] = ()) -> CheckpointFolder:
+        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, warn=said.append)
+        target.claim(bases)
+        return target
+
+    return claimed
+
+
+@pytest.fixture
+def folder(claim) -> CheckpointFolder:
+    return claim()
+
+
+def hidden(parent: Path) -> set[str]:
+    return {path.name for path in parent.iterdir() if path.name.startswith('.')}
+
+
+def commit_with(folder: CheckpointFolder, number: int, name: str, text: str) -> None:
+    """Make a save with one more file."""
+    plan = tiny_plan()
+    tensors = stage(folder, plan, number)
+    path = folder.staging / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    folder.commit(WrittenSave(plan, tensors, iteration(number)))
