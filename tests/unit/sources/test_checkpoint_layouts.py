@@ -32,7 +32,7 @@ STAGE_KINDS[3] = {f'sub_groups_of_{n}': {'sub_group': n} for n in (1, 7, 20)}
 CASES = [(stage, kind) for stage in (1, 2, 3) for kind in {**KINDS, **STAGE_KINDS[stage]}]
 
 
-@pytest.mark.parametrize('world_size', [1, 2, 3, 8])
+@pytest.mark.parametrize('world_size', [1, 3, 8])
 @pytest.mark.parametrize(('stage', 'kind'), CASES)
 def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     options = {**KINDS, **STAGE_KINDS[stage]}[kind]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.model_folder import flip, save_model, write_manifest
-from xhf_hooks.errors import DamagedError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.check import FolderCheck
 from xhf_hooks.integrity.checksums import sum_file
@@ -147,25 +145,9 @@ def of_name(file: str) -> Callable[[Path], None]:
     return of_json(INDEX, lambda content: content['weight_map'].update({EMBED: file}))
 
 
-def of_header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Replace the header of the first shard."""
-
-    def change(folder: Path) -> None:
-        data = (folder / SHARDS[0]).read_bytes()
-        end = 8 + struct.unpack('<Q', data[:8])[0]
-        header = json.loads(data[8:end])
-        text = json.dumps(edit(header) or header).encode()
-        (folder / SHARDS[0]).write_bytes(struct.pack('<Q', len(text)) + text + data[end:])
-
-    return change
-
-
-def of_tensor(**fields: Any) -> Callable[[Path], None]:
-    return of_header(lambda header: header[EMBED].update(fields))
-
-
-def raw(data: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / SHARDS[0]).write_bytes(data) and None
+def of_another_dtype(folder: Path) -> None:
+    data = (folder / SHARDS[0]).read_bytes()
+    (folder / SHARDS[0]).write_bytes(data.replace(b'"F32"', b'"F16"', 1))
 
 
 #: Damage that shows without a manifest; the check that finds it.
@@ -177,11 +159,9 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     'index: gone': (lambda folder: (folder / INDEX).unlink(), 'index'),
     'index: a single file beside it': (lambda folder: shutil.copy(folder / SHARDS[0], folder / WEIGHTS), 'index'),
     'a tensor in two shards': (lambda folder: shutil.copy(folder / SHARDS[0], folder / SHARDS[1]), 'index'),
-    'header: longer than the file': (raw(struct.pack('<Q', 2**63) + b'{}'), 'headers'),
-    'header: a tensor less': (of_header(lambda header: header.pop(EMBED) and None), 'headers'),
-    'header: an unknown dtype': (of_tensor(dtype='F31'), 'headers'),
-    'header: another shape': (of_tensor(shape=[5]), 'headers'),
-    'header: offsets that overlap': (of_tensor(data_offsets=[4, 18484]), 'headers'),
+    # What else is no header is safetensors' matter
+    'header: longer than the file': (lambda folder: (folder / SHARDS[0]).write_bytes(bytes([127] * 8)), 'headers'),
+    'header: of another dtype': (of_another_dtype, 'headers'),
 }  # fmt: skip
 
 
@@ -191,9 +171,6 @@ def test_damage_without_a_manifest(folder, case):
     (folder / MANIFEST).unlink()
     damage(folder)
     assert_problem(verify_folder(folder), check)
-    if case.startswith('header: '):
-        with pytest.raises(DamagedError):
-            read_header(folder / SHARDS[0])
 
 
 @pytest.mark.parametrize('folder', ['one'], indirect=True)
