@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from xhf_hooks.errors import DamagedError, IncompleteError
 
 #: Dtypes in the order of safetensors' ``Dtype`` enum, its sort order: bytes per element and name in torch.
@@ -126,6 +124,8 @@ def read_header(path: Path) -> Header:
     Raises:
         DamagedError: The file cannot be read, or the header is invalid.
     """
+    from safetensors import SafetensorError, safe_open  # transformers brings it, and is asked for first
+
     try:
         with open(path, 'rb') as file, safe_open(path, 'np'):
             (length,) = struct.unpack('<Q', file.read(_LENGTH_NBYTES))
