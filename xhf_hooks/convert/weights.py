@@ -85,9 +85,9 @@ def _jobs(
     def write_group(group: Group) -> list[_Written]:
         written = []
         with making:  # whole tensors, of one group at a time
-            for place, made in outputs.make(group):
+            for placement, made in outputs.make(group):
                 meter.sample()  # the peak: what was read, what was made from it, and the cast result
-                written.append(write(place, 0, host_bytes(made)))
+                written.append(write(placement, 0, host_bytes(made)))
         return written
 
     for group in outputs.plan.gathered:

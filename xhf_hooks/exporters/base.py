@@ -161,7 +161,7 @@ class CompositeExporter(Exporter):
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         notes = []
         for folder, part in self.parts.items():
-            notes += part.rehearse([place for place in placements if place.file.rpartition('/')[0] == folder])
+            notes += part.rehearse([one for one in placements if one.file.rpartition('/')[0] == folder])
         return notes
 
     @property

@@ -133,7 +133,7 @@ class HuggingFaceExporter(Exporter):
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         config, kind = self._config, self._class_that_loads()
-        done = kind, config.to_dict(), sorted((place.hf_name, place.shape, place.dtype) for place in placements)
+        done = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
         rehearsed = _REHEARSED.setdefault(self._model, {})
         if rehearsed.get(type(self)) == done:
             return []

@@ -50,11 +50,11 @@ def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[
     crcs = {file.name: crc32(file.header) for file in plan.files}
     of_file: dict[str, dict[str, Any]] = {file.name: {} for file in plan.files}
     for tensor in sorted(tensors, key=lambda tensor: tensor.placement.offset):
-        place = tensor.placement
-        crcs[place.file] = combine(crcs[place.file], tensor.crc32, place.nbytes)
-        of_file[place.file][place.hf_name] = {
-            'shape': list(place.shape),
-            'dtype': place.dtype,
+        placement = tensor.placement
+        crcs[placement.file] = combine(crcs[placement.file], tensor.crc32, placement.nbytes)
+        of_file[placement.file][placement.hf_name] = {
+            'shape': list(placement.shape),
+            'dtype': placement.dtype,
             'crc32': to_hex(tensor.crc32),
             'non_finite': tensor.non_finite,
         }

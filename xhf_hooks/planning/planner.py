@@ -18,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
-from xhf_hooks.planning.rounds import Portion, by_owner, fill_rounds, filled, portions_of, read_by_owner
+from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
 from xhf_hooks.planning.spread import Spread, on_one_rank
 from xhf_hooks.planning.types import (
     Bucket,
@@ -195,19 +195,19 @@ def _choose_owners(
     If ``share_files`` is set and there are fewer files than ranks, owners are chosen by group instead.
     """
     if share_files and len(files) < n_writers:
-        nbytes = [sum(place.nbytes for place in group.placements) for group in groups]
+        nbytes = [sum(placement.nbytes for placement in group.placements) for group in groups]
         pairs = zip(groups, _balanced(nbytes, range(n_writers)), strict=True)
-        return {place: owner for group, owner in pairs for place in group.placements}
+        return {placement: owner for group, owner in pairs for placement in group.placements}
     to_write = {file.name: 0 for file in files}
-    for place in (place for group in groups for place in group.placements):
-        to_write[place.file] += place.nbytes
+    for placement in (placement for group in groups for placement in group.placements):
+        to_write[placement.file] += placement.nbytes
     n_owners = min(n_writers, len(files))
     # Spread owners over the hosts: ranks on one host share its network and memory
     ranks = [number * n_writers // n_owners for number in range(n_owners)]
     largest_first = sorted(to_write, key=to_write.__getitem__, reverse=True)
     owners = _balanced([to_write[name] for name in largest_first], ranks)
     owner_of_file = dict(zip(largest_first, owners, strict=True))
-    return {place: owner_of_file[place.file] for group in groups for place in group.placements}
+    return {placement: owner_of_file[placement.file] for group in groups for placement in group.placements}
 
 
 def _balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
@@ -222,35 +222,19 @@ def _balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
 
 
 def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group]:
-    return [
-        replace(group, placements=tuple(replace(place, owner=owner_of[place]) for place in group.placements))
-        for group in groups
-    ]
-
-
-def _describe_portion(portion: Portion) -> str:
-    p, spread = portion.placement, portion.spread
-    return (
-        f'{portion.read.name} -> {(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset)} '
-        f'part {portion.number} of {portion.count}, {spread}'
-    )
-
-
-def describe_group(group: Group) -> str:
-    """A line that says what is read, where it goes, and who writes it. Equal lines mean equal work."""
-    return (
-        f'{[(s.name, s.shape, s.dtype) for s in group.reads]} -> '
-        f'{[(p.hf_name, p.shape, p.dtype, p.file, p.offset, p.owner, p.source_offset) for p in group.placements]} '
-        f'combined={group.combine is not None}{"" if group.spread is None else f", {group.spread}"}'
-    )
+    owned = []
+    for group in groups:
+        placements = [replace(placement, owner=owner_of[placement]) for placement in group.placements]
+        owned.append(replace(group, placements=tuple(placements)))
+    return owned
 
 
 def describe_plan(plan: SavePlan) -> list[str]:
-    """The whole plan as lines, for its digest, and for reporting the first difference between two ranks."""
-    lines = [f'{file.name}: {file.nbytes} bytes' for file in plan.files]
-    lines += ['in slices', *(describe_group(group) for group in plan.sliced)]
+    """The records of the plan as lines, for its digest, and for reporting the first difference between two ranks."""
+    records: list[Any] = [*plan.files, *plan.sliced]
     for at_once in plan.rounds:
-        lines += ['round', *(_describe_portion(portion) for portion in at_once.portions)]
+        records += ['round', *at_once.portions]
     for bucket in plan.buckets:
-        lines += ['bucket', *(describe_group(group) for group in bucket.groups)]
-    return lines + [f'{name}: {index["metadata"]}' for name, index in plan.indexes.items()]
+        records += ['bucket', *bucket.groups]
+    records += [(name, index['metadata']) for name, index in plan.indexes.items()]
+    return [str(record) for record in records]

@@ -126,6 +126,6 @@ def mesh_strides(ranks: np.ndarray) -> tuple[int, ...] | None:
     """
     first, sizes = ranks.flat[0], ranks.shape
     strides = [int(np.take(ranks, 1, dim).flat[0] - first) if size > 1 else 1 for dim, size in enumerate(sizes)]
-    expected = first + sum(place * stride for place, stride in zip(np.indices(sizes), strides, strict=True))
+    expected = first + sum(index * stride for index, stride in zip(np.indices(sizes), strides, strict=True))
     starts = [first // stride % size for stride, size in zip(strides, sizes, strict=True) if stride > 0]
     return tuple(strides) if starts == [0] * len(sizes) and (ranks == expected).all() else None

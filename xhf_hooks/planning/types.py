@@ -148,7 +148,7 @@ class Group:
 
     reads: tuple[TensorSpec, ...]
     placements: tuple[Placement, ...]
-    combine: Combine | None
+    combine: Combine | None = field(repr=False)
     spread: Spread | None = None
 
     @property
@@ -182,7 +182,7 @@ class OutputFile:
     """A safetensors file: its path relative to the checkpoint, its header and its size."""
 
     name: str
-    header: bytes
+    header: bytes = field(repr=False)
     nbytes: int
 
 

@@ -158,12 +158,12 @@ class Fsdp1Source(Source):
             return super().local_shard(spec)
         module, index, _ = self._place[id(tensor)]
         flat = module._handle.flat_param
-        place = flat._shard_param_infos[index]
-        if not place.in_shard:
+        of_shard = flat._shard_param_infos[index]
+        if not of_shard.in_shard:
             return LocalShard(0, tensor.new_empty(0))
-        first = place.offset_in_shard
+        first = of_shard.offset_in_shard
         shard = getattr(flat, '_local_shard', flat)  # before the first forward pass, the flat parameter itself
-        return LocalShard(place.intra_param_start_idx, shard.detach()[first : first + place.numel_in_shard])
+        return LocalShard(of_shard.intra_param_start_idx, shard.detach()[first : first + of_shard.numel_in_shard])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

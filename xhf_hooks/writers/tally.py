@@ -30,11 +30,11 @@ class Tally:
 
     def __init__(self, plan: SavePlan) -> None:
         self._placements = plan.placements
-        self._number_of = {(place.file, place.hf_name): number for number, place in enumerate(self._placements)}
+        self._number_of = {(one.file, one.hf_name): number for number, one in enumerate(self._placements)}
         self.sums = np.zeros((3, len(self._placements)), np.int64)
         self.checksums = np.zeros(len(self._placements), np.int64)
 
-    def add(self, place: Placement, start: int, nbytes: int, crc32: int, non_finite: int) -> None:
+    def add(self, placement: Placement, start: int, nbytes: int, crc32: int, non_finite: int) -> None:
         """Count consecutive bytes of one tensor.
 
         Args:
@@ -42,9 +42,9 @@ class Tally:
             crc32: Checksum of the bytes, taken from memory before they were written.
             non_finite: Number of NaN and infinite values.
         """
-        number, end = self._number_of[place.file, place.hf_name], start + nbytes
+        number, end = self._number_of[placement.file, placement.hf_name], start + nbytes
         self.sums[:, number] += (nbytes, _span(start, end), non_finite)
-        self.checksums[number] ^= shift(crc32, place.nbytes - end)
+        self.checksums[number] ^= shift(crc32, placement.nbytes - end)
 
     def written(self) -> list[WrittenTensor]:
         """The tensors with their checksums, if these are the numbers of all ranks.
@@ -53,16 +53,16 @@ class Tally:
             IncompleteError: Bytes of a tensor are missing or were written twice.
         """
         tensors = []
-        for number, place in enumerate(self._placements):
+        for number, placement in enumerate(self._placements):
             nbytes, spans, non_finite = self.sums[:, number].tolist()
-            where = f'{place.file}: {place.hf_name}'
-            if nbytes != place.nbytes:
-                raise IncompleteError(f'{where}: expected {place.nbytes} bytes, ranks wrote {nbytes}')
+            where = f'{placement.file}: {placement.hf_name}'
+            if nbytes != placement.nbytes:
+                raise IncompleteError(f'{where}: expected {placement.nbytes} bytes, ranks wrote {nbytes}')
             if spans % _PRIME != _span(0, nbytes):
                 raise IncompleteError(
                     f'{where}: expected each of {nbytes} bytes once; ranks wrote some twice and some not at all'
                 )
-            tensors.append(WrittenTensor(place, int(self.checksums[number]), non_finite))
+            tensors.append(WrittenTensor(placement, int(self.checksums[number]), non_finite))
         return tensors
 
 

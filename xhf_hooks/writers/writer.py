@@ -142,18 +142,18 @@ class Writer:
             del error  # or its traceback would keep the model in memory
 
     def _write(self, chunk: Chunk) -> None:
-        place = chunk.placement
-        file = self._file(place.file)
-        offset, crc, non_finite = place.offset + chunk.start, 0, 0
+        placement = chunk.placement
+        file = self._file(placement.file)
+        offset, crc, non_finite = placement.offset + chunk.start, 0, 0
         for start, end in cuts(chunk.data.nbytes, offset):
             piece = chunk.data[start:end]
             # Before the write: the checksum is of what was in memory
-            crc, non_finite = crc32(piece, crc), non_finite + count_non_finite(piece, place.dtype)
+            crc, non_finite = crc32(piece, crc), non_finite + count_non_finite(piece, placement.dtype)
             if not self._beside_training:
                 file.write(piece, offset + start)
         if self._beside_training:  # in one piece: each direct write waits for the disk
             file.write(chunk.data, offset)
-        self._tally.add(place, chunk.start, chunk.data.nbytes, crc, non_finite)
+        self._tally.add(placement, chunk.start, chunk.data.nbytes, crc, non_finite)
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
