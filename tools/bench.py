@@ -13,42 +13,75 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert, saves, stores
-from bench.charts import draw
+from bench import convert, stores
+from bench.chart import draw
+from bench.launch import MODELS, run_worker
 from bench.report import describe_machine, table
+from bench.ways import OURS, choose, ways_of
 
 from xhf_hooks.cli.output import CommandParser
 
 _EXAMPLES = {
     'save': 'compare the time and memory of a save with all peers',
-    'save --billions 0.8 1.6 --ways stream floor': 'two model sizes; only rows with these words in their name',
+    'save --billions 0.8 1.6 --ways stream XTuner': 'two model sizes; only rows with these words in their name',
     'stall --repeats 3 --out DIR': 'measure how long saves stop training; write the results to DIR',
     'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
 }
 _EPILOG = """\
-A benchmark prints its progress, and at the end a table of medians. It writes the table, a chart and the JSON behind
-them to DIR/NAME.md, DIR/NAME.svg and DIR/NAME.json. docs/performance.md explains the results."""
-
-
-#: What adds the options of a benchmark, and what measures it, whose docstring is its help. A new one also needs a table
-#: in report.py and a chart in charts.py.
-BENCHES: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace], dict[str, Any]]]] = {
-    'save': (saves.add_save_options, saves.measure_save),
-    'floors': (saves.add_floors_options, saves.measure_floors),
-    'hsdp': (saves.add_hsdp_options, saves.measure_hsdp),
-    'throttled': (saves.add_throttled_options, saves.measure_throttled),
-    'memory': (saves.add_memory_options, saves.measure_memory),
-    'stall': (saves.add_stall_options, saves.measure_stall),
-    'upload': (stores.add_upload_options, stores.measure_upload),
-    'convert': (convert.add_options, convert.measure),
+A benchmark prints its progress, and at the end a table of medians. It writes the table and the JSON behind it to
+DIR/NAME.md and DIR/NAME.json, and of saves a chart to DIR/NAME.svg. docs/performance.md explains the results."""
+#: Charts are drawn of these.
+CHARTS = ('save', 'floors', 'hsdp')
+SAVES = {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'in_a_row': 3}
+FLUSHED = {'ranks': [2, 4], 'ways': ['with fsync, as the hook']}
+#: Name to the help, and what the options have for their defaults.
+BENCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    'save': (
+        'Saves of a ZeRO-3 model with every writer and every peer.',
+        {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
+    ),
+    'floors': (
+        'Saves with every writer, compared with how fast the disk takes as many bytes.',
+        {**SAVES, 'ways': ['floor: ', OURS]},
+    ),
+    'hsdp': (
+        'Saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks.',
+        {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
+    ),
+    'throttled': (
+        'Saves with every writer and a limited bandwidth, in MB/s, from each rank to the disk.',
+        {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1, 'limit': 300},
+    ),
+    'memory': (
+        'Memory and network traffic of every writer.',
+        {**SAVES, **FLUSHED, 'billions': [0.2, 0.8, 1.6], 'repeats': 1, 'in_a_row': 2},
+    ),
+    'stall': (
+        'How long a save stops training, and how much it slows down iterations.',
+        {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'iterations': 4},
+    ),
+    'upload': (
+        'Uploads to an object store by all ranks, compared with rank 0 alone, and beside training; uplinks in MB/s.',
+        {'billions': [0.8], 'ranks': [8], 'repeats': 3, 'uplink': 40, 'training_uplink': 10},
+    ),
+    'convert': (
+        "Conversion of a checkpoint, compared with other converters; needs XTuner's environment.",
+        {'billions': [0.5, 1.5], 'repeats': 5},
+    ),
+}
+HELP = {
+    'billions': f'billions of parameters of the model, from {", ".join(map(str, MODELS))}',
+    'ranks': 'numbers of ranks',
+    'repeats': 'measurements per table row',
+    'in_a_row': 'consecutive runs per measurement; only the last one counts',
+    'ways': 'measure only rows whose name contains one of these words',
 }
 
 
@@ -60,48 +93,68 @@ def make_parser() -> ArgumentParser:
         epilog=_EPILOG,
     )
     commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
-    for what, (add_options, measure) in BENCHES.items():
-        add_options(_add_command(commands, what, measure.__doc__))
-    _add_command(commands, 'draw', 'Measure nothing; make tables and charts again from DIR/NAME.json.')
-    for command in commands.choices.values():
+    drawing = 'Measure nothing; make tables and charts again from DIR/NAME.json.'
+    for what, (meaning, defaults) in {**BENCHES, 'draw': (drawing, {})}.items():
+        command = commands.add_parser(
+            what,
+            help=meaning.removesuffix('.'),
+            description=meaning,
+            formatter_class=ArgumentDefaultsHelpFormatter,
+        )
+        for name, default in defaults.items():
+            several = isinstance(default, list)
+            command.add_argument(
+                f'--{name.replace("_", "-")}',
+                type=type(default[0] if several else default),
+                nargs='+' if several else None,
+                default=default,
+                choices=MODELS if name == 'billions' else None,
+                metavar='X',
+                help=HELP.get(name, 'a number'),
+            )
+        out = Path('work_dirs/bench').absolute()
         command.add_argument(
             '--out',
             type=lambda text: Path(text).absolute(),
-            default=Path('work_dirs/bench').absolute(),
+            default=out,
             metavar='DIR',
-            help='folder for the results (default: work_dirs/bench)',
+            help='folder for the results',
         )
     return parser
 
 
-def _add_command(commands: Any, what: str, meaning: str) -> ArgumentParser:
-    return commands.add_parser(what, help=meaning.removesuffix('.'), description=meaning)
+def measure(args: Namespace) -> dict[str, Any]:
+    """All cases of a benchmark: each size with each number of ranks."""
+    one = {'upload': stores.measure, 'convert': convert.measure}.get(args.what, _run_ranks)
+    numbers = getattr(args, 'ranks', [1])
+    cases = [one(args, n_ranks, billions) for n_ranks in numbers for billions in args.billions]
+    return {'machine': describe_machine(), 'repeats': args.repeats, 'cases': cases}
 
 
-def run(what: str, args: Namespace) -> None:
-    """Run a benchmark; write JSON, chart and table."""
-    measured = {'machine': describe_machine(), **BENCHES[what][1](args)}
-    (args.out / f'{what}.json').write_text(json.dumps(measured, indent=2) + '\n')
-    show(what, measured, args.out)
+def _run_ranks(args: Namespace, n_ranks: int, billions: float) -> dict[str, Any]:
+    job = {**vars(args), 'billions': billions, 'out': None}
+    if 'ways' in job:
+        job['ways'] = choose(ways_of(args.what), args.ways)
+    return {'ranks': n_ranks, **run_worker(n_ranks, job, args.out)}
 
 
 def show(what: str, measured: dict[str, Any], out: Path) -> None:
     """Draw the chart, write and print the table."""
-    draw(what, measured, out / f'{what}.svg')
+    if what in CHARTS:
+        draw(measured, out / f'{what}.svg')
     (out / f'{what}.md').write_text(table(what, measured))
     print(table(what, measured))
 
 
 def main() -> None:
-    parser = make_parser()
-    args = parser.parse_args()
+    args = make_parser().parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.what == 'draw':
-        for what in BENCHES:
-            if (file := args.out / f'{what}.json').exists():
-                show(what, json.loads(file.read_text()), args.out)
-    else:
-        run(args.what, args)
+    if args.what != 'draw':
+        measured = measure(args)
+        (args.out / f'{args.what}.json').write_text(json.dumps(measured, indent=2) + '\n')
+    for what in BENCHES if args.what == 'draw' else [args.what]:
+        if (file := args.out / f'{what}.json').exists():
+            show(what, json.loads(file.read_text()), args.out)
 
 
 if __name__ == '__main__':

@@ -101,21 +101,6 @@ def test_every_block_of_code_is_run_here():
             assert words or any(words in block for words in CONFIG_LINES), f'{page}: {block}'
 
 
-def test_the_chinese_readme_says_the_same():
-    """Its code, links and figures."""
-    chinese = (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')
-    for what in (r'(?ms)^```.*?^```$', r'\]\((?!README)([^)]+)\)', r'\d+(?:\.\d+)?'):
-        found = [sorted(re.findall(what, text)) for text in (README, chinese)]
-        assert found[0] == found[1] and len(found[0]) >= 6
-
-
-@pytest.mark.parametrize('page', ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md'])
-def test_the_links_lead_somewhere(page):
-    """Sphinx checks those of docs/."""
-    links = re.findall(r'\]\(([^):#]+)[^):]*\)', (ROOT / page).read_text(encoding='utf-8'))
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 def shapes(text: str) -> list[str]:
     """The lines of a log without root, date and figures."""
     lines = text.replace(f'{ROOT}/', '').splitlines()
@@ -202,22 +187,6 @@ torch.load(sys.argv[1])"""
     assert finished.returncode == 0, finished.stderr
 
 
-def test_what_the_readme_counts_of_xtuners_configs():
-    """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
-    table = (ROOT / 'docs' / 'xtuner_configs.md').read_text()
-    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines() if line.startswith('| ')]
-    saved = sum(int(count) for _, _, exporter, count, _ in rows[1:-1] if not exporter.startswith('none'))
-    n_configs = rows[-1][3]
-    assert f'Of the {n_configs} configs that come with XTuner {saved} are saved' in ' '.join(PAGES['xtuner.md'].split())
-    assert f'{saved} of the {n_configs} configs' in ' '.join(README.split())
-
-
-def test_the_page_of_options_is_made_from_their_descriptions():
-    from tools.options_page import page
-
-    assert (ROOT / 'docs' / 'options.md').read_text() == page()
-
-
 def accelerate_loop(lines: str, folder: Path) -> None:
     """The loop of the README at ZeRO-3. Runs on: all ranks.
 
@@ -267,37 +236,6 @@ def test_the_example_exporter_is_chosen(monkeypatch):
     entries = exporter.entries(source_for(model).specs(), None)
     names = {f'policy.{name}' for name, _ in model.policy.named_parameters()}
     assert {read for entry in entries for read in entry.reads} == names
-
-
-@pytest.mark.parametrize('what', sorted(file.stem for file in (ROOT / 'docs' / 'bench').glob('*.json')))
-def test_the_table_is_the_one_measured(monkeypatch, what):
-    """docs/bench/WHAT.json is what the benchmark wrote when the page's table was made."""
-    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from bench.report import table
-
-    measured = json.loads((ROOT / 'docs' / 'bench' / f'{what}.json').read_text())
-    assert table(what, measured) == (ROOT / 'docs' / 'bench' / f'{what}.md').read_text(), 'made by tools/bench.py'
-    assert f'{{include}} bench/{what}.md' in PAGES['performance.md']
-
-
-def test_the_readme_shows_what_was_measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from bench.report import summary
-
-    measured = json.loads((ROOT / 'docs' / 'bench' / 'save.json').read_text())
-    for page in (README, (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')):
-        assert summary(measured).strip() in page and '(docs/bench/save.svg)' in page
-
-
-def test_the_tests_that_are_named_are_there():
-    there = {path.stem for path in (ROOT / 'tests').rglob('test_*.py')}
-    named = {
-        name
-        for text in PAGES.values()
-        for group in re.findall(r'\[(test_[\w, ]+)\]', text)
-        for name in group.split(', ')
-    }
-    assert len(named) > 40 and not named - there
 
 
 def test_the_benchmark_runs_outside_of_the_environment(tmp_path):

@@ -13,17 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_billions, add_number
-from bench.launch import environment, run_worker
-from bench.progress import in_turns, tell_on_stderr
+from bench.launch import ROOT, environment, in_turns, run_worker, tell_on_stderr
 from xhf_hooks.format.safetensors import build_header
 
-ROOT = Path(__file__).resolve().parents[2]
 FLOOR = 'floor: copy what is read and written'
 DRY = 'xhf-convert --dry-run: imports and plan'
 OURS = 'xhf-convert'
@@ -146,30 +143,18 @@ def _anonymous_nbytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('RssAnon:')), 0)
 
 
-def add_options(parser: ArgumentParser) -> None:
-    add_billions(parser, [0.5, 1.5], OPTIMIZERS)
-    add_number(parser, '--repeats', 5, 'measurements per table row')
+def measure(args: Namespace, _: int, billions: float) -> dict[str, Any]:
+    """Make a checkpoint of this size, and measure all ways."""
+    with tempfile.TemporaryDirectory(dir=args.out) as name:
+        folder = Path(name)
+        size = make_checkpoint(billions, folder)
+        commands = ways(folder, size)
 
+        def one(way: str) -> dict[str, float]:
+            _read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
+            return measure_command(commands[way], folder / 'out')
 
-def measure(args: Namespace) -> dict[str, Any]:
-    """Conversion of a checkpoint, compared with other converters; needs XTuner's environment."""
-    sizes = []
-    for size in args.billions:
-        with tempfile.TemporaryDirectory(dir=args.out) as folder:
-            sizes.append(run(size, args.repeats, Path(folder)))
-    return {'repeats': args.repeats, 'sizes': sizes}
-
-
-def run(billions: float, repeats: int, folder: Path) -> dict[str, Any]:
-    """Measure all ways at one size."""
-    size = make_checkpoint(billions, folder)
-    commands = ways(folder, size)
-
-    def one(way: str) -> dict[str, float]:
-        _read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
-        return measure_command(commands[way], folder / 'out')
-
-    return {**size, 'runs': in_turns(list(commands), repeats, one, tell_on_stderr)}
+        return {**size, 'runs': in_turns(list(commands), args.repeats, one, tell_on_stderr)}
 
 
 def _read(files: list[Path]) -> None:

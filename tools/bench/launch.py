@@ -1,17 +1,19 @@
-"""Starts the benchmark's processes in the virtual environment of this Python, activated or not."""
+"""Starts the processes of a benchmark in the virtual environment of this Python, activated or not; takes turns."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.progress import tell_on_stderr
-
+Figures = dict[str, float]
 _LARGE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
 _SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
 #: Billions of parameters to the config of a Llama of that size. Sizes differ only in layers, so the largest tensor is
@@ -25,22 +27,15 @@ MODELS: dict[float, dict[str, int]] = {
     1.5: dict(num_hidden_layers=27, **_LARGE),
     1.6: dict(num_hidden_layers=30, **_LARGE),
 }
-WORKER = Path(__file__).with_name('worker.py')
-_TOOLS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECS = 0.3
-
-
-def torchrun(n_processes: int) -> list[str]:
-    """The torchrun command, up to the script."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--local-addr', 'localhost']
-    return [*command, '--nproc_per_node', str(n_processes)]
 
 
 def environment(**variables: str) -> dict[str, str]:
     """No GPU, and the settings of ``use_env`` in env.sh: DeepSpeed compiles with the ninja beside this Python."""
     path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
     # This package, for scripts in it, and what it shares with tests/helpers
-    packages = [str(_TOOLS), str(_TOOLS.parent), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
+    packages = [str(ROOT / 'tools'), str(ROOT), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
     variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))
     extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
     ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
@@ -59,22 +54,49 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path, **variables: str) -
     with tempfile.TemporaryDirectory(dir=out) as name:
         folder = Path(name)
         (folder / 'job.json').write_text(json.dumps(job))
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--local-addr', 'localhost']
+        command += ['--nproc_per_node', str(n_ranks), str(Path(__file__).with_name('worker.py')), str(folder)]
         progress = folder / 'progress'
         progress.touch()
-        command = [*torchrun(n_ranks), str(WORKER), str(folder)]
         with (folder / 'output').open('w') as output, progress.open() as lines:
             process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=output)
             try:
                 while process.poll() is None:
                     for line in lines:
                         tell_on_stderr(line.rstrip('\n'))
-                    try:
-                        process.wait(_POLL_SECS)
-                    except subprocess.TimeoutExpired:
-                        continue
+                    time.sleep(_POLL_SECS)
             finally:
                 process.terminate()  # does nothing if it has ended
                 process.wait()
         if process.returncode:
             sys.exit(f'{" ".join(command)} failed:\n{(folder / "output").read_text()[-12000:]}')
         return json.loads((folder / 'result.json').read_text())
+
+
+def in_turns(
+    ways: Sequence[str], repeats: int, measure: Callable[[str], Figures], tell: Callable[[str], None]
+) -> dict[str, list[Figures]]:
+    """Measure each way several times, in random order, so that no way always follows the same other one.
+
+    Args:
+        tell: Called after each run with one line of text.
+
+    Returns:
+        What was measured, by way.
+    """
+    order = random.Random(0)
+    turns = [way for _ in range(repeats) for way in order.sample(list(ways), len(ways))]
+    runs: dict[str, list[Figures]] = {way: [] for way in ways}
+    began = time.perf_counter()
+    for n_done, way in enumerate(turns, 1):
+        found = measure(way)
+        runs[way].append(found)
+        left = (time.perf_counter() - began) / n_done * (len(turns) - n_done)
+        seconds = found.get('seconds', found.get('save_secs', 0.0))
+        tell(f'[{n_done}/{len(turns)}] {way}: {seconds:.2f} s; about {left / 60:.0f} min left')
+    return runs
+
+
+def tell_on_stderr(line: str) -> None:
+    """Print a line to standard error."""
+    print(line, file=sys.stderr, flush=True)

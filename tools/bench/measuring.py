@@ -5,15 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
-from bench.wire import sent_nbytes
 from tests.helpers.checks.peak_sampler import PeakSampler
 from xhf_hooks.sources.host_memory import return_freed_memory
+
+#: struct tcp_info in linux/tcp.h: tcpi_bytes_sent and tcpi_bytes_retrans, since Linux 4.19.
+_AT, _SENT_AND_SENT_AGAIN = 200, struct.Struct('QQ')
+
+
+def measure_last(n_runs: int, way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
+    """:func:`measure` the last of ``n_runs`` consecutive runs (bench.py says why)."""
+    clear(folder, sync=True)
+    return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
 
 
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
@@ -25,15 +35,15 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
     gc.collect()
     return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
     clear(folder)
-    sent_before = sent_nbytes()
+    sent_before = _sent_nbytes()
     with PeakSampler(0.002) as sampler:
         started = time.perf_counter()
         way(folder)
         dist.barrier()
         seconds = time.perf_counter() - started
-    sent = sent_nbytes() - sent_before
+    sent = _sent_nbytes() - sent_before
     # Without DCP's shards in a subfolder, from which it made these files
-    written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) if nbytes else 0
+    written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if written < nbytes:
         raise RuntimeError(f'{folder}: expected at least {nbytes} bytes, found {written}')
     found: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
@@ -48,12 +58,6 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
     }
 
 
-def measure_last(n_runs: int, way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """:func:`measure` the last of ``n_runs`` consecutive runs (bench.py says why)."""
-    clear(folder, sync=True)
-    return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
-
-
 def clear(folder: Path, sync: bool = False) -> None:
     """Remove what was written; with ``sync``, also wait until nothing is on its way to the disk."""
     if dist.get_rank() == 0:
@@ -61,3 +65,27 @@ def clear(folder: Path, sync: bool = False) -> None:
         if sync:
             os.sync()
     dist.barrier()
+
+
+def _sent_nbytes() -> int:
+    """Bytes sent over this process's open TCP connections, without headers, each byte once, as the kernel counts them.
+
+    Gloo uses TCP even on one machine, and its connections stay open, so the difference between two calls is what was
+    sent in between, whatever else the machine does. Shared memory is not counted.
+    """
+    return sum(_sent_by(number) for number in os.listdir('/proc/self/fd'))
+
+
+def _sent_by(number: str) -> int:
+    try:
+        if not os.readlink(f'/proc/self/fd/{number}').startswith('socket:'):
+            return 0
+        copy = socket.socket(fileno=os.dup(int(number)))
+    except OSError:  # the descriptor of the listing, or one that a thread closed meanwhile
+        return 0
+    with copy:
+        if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+            return 0
+        info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _SENT_AND_SENT_AGAIN.size)
+    sent, again = _SENT_AND_SENT_AGAIN.unpack_from(info, _AT)
+    return sent - again

@@ -1,7 +1,8 @@
-"""The other ways to save a ZeRO-3 model as a Hugging Face folder, for ``tools/bench.py``."""
+"""The other ways to save a ZeRO-3 model as a Hugging Face folder, and what the disk allows. Runs on: all ranks."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from bench.ways import ACCELERATE, XTUNER
+from bench.ways import ACCELERATE, FLOOR_ALL, FSYNC, XTUNER
 
 if TYPE_CHECKING:  # importing it prints a warning to standard output, which is only for bench.py's table
     import deepspeed
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # importing it prints a warning to standard output, which is 
 _DCP_FILES_PER_RANK = 2
 #: As in torchtitan (components/checkpoint.py), where DCP's authors set it (torchtitan#1625).
 _DCP_THREADS = 5
+_BLOCK_NBYTES = 16 * 2**20
+_DIRECT_ALIGNMENT = 4096
 
 
 def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
@@ -105,3 +108,38 @@ PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
     XTUNER: xtuner_way,
     ACCELERATE: AcceleratePeer(),
 }
+
+
+class Floors:
+    """Writes as many bytes as a save, and does nothing else.
+
+    Bytes come from memory as large as the model, since a save does not find its bytes in the CPU cache, either.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._rank = dist.get_rank()
+        self._share = nbytes // dist.get_world_size() + 1
+        # Anonymous mapped memory is page-aligned, as O_DIRECT requires
+        self._data = memoryview(mmap.mmap(-1, nbytes if self._rank == 0 else self._share))
+        torch.frombuffer(self._data, dtype=torch.uint8).fill_(1)
+
+    def write(self, floor: str, folder: Path) -> None:
+        """Rank 0 writes it all, or each process its part into a separate file."""
+        by_all = floor.startswith(FLOOR_ALL)
+        folder.mkdir(parents=True, exist_ok=True)
+        if by_all or self._rank == 0:
+            data = self._data[: self._share] if by_all else self._data
+            _write(folder / f'bytes{self._rank}', data, floor.endswith(FSYNC))
+
+
+def _write(path: Path, data: memoryview, fsync: bool) -> None:
+    """Make a file. With fsync, O_DIRECT writes all but the end; of several methods this was the fastest."""
+    aligned = len(data) - len(data) % _DIRECT_ALIGNMENT if fsync else 0
+    path.touch()
+    for start, end, flags in ((0, aligned, os.O_DIRECT), (aligned, len(data), 0)):
+        fd = os.open(path, os.O_WRONLY | flags)
+        while start < end:
+            start += os.pwrite(fd, data[start : min(end, start + _BLOCK_NBYTES)], start)
+        if fsync:
+            os.fsync(fd)
+        os.close(fd)

@@ -1,124 +1,198 @@
-"""Launches the benchmarks of ranks with a partitioned model: ``save``, ``throttled``, ``memory`` and ``stall``."""
+"""Saves a partitioned model in each way, and trains beside its saves. Runs on: all ranks."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from typing import Any
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from bench.arguments import add_billions, add_number, add_ranks
-from bench.launch import MODELS, run_worker
-from bench.ways import FLAT, HSDP, OURS, WRITERS, choose, name_of_ours, ways_to_save
-from xhf_hooks.options import parse_size
+import torch
+import torch.distributed as dist
+from torch import nn
 
-#: Bytes per second that a rank may write if its connection to a share is the limit.
-LIMIT = 300 * 10**6
-_BUCKET = '128MB'
-#: Consecutive runs; the first in a process creates what stays, such as connections.
-_MEMORY_RUNS = 2
+from bench.launch import Figures, in_turns
+from bench.measuring import clear, measure_last
+from bench.peers import PEERS, DcpPeer, Floors, xtuner_way
+from bench.throttle import limited_writes
+from bench.ways import ASYNC, BUCKET_NBYTES, DCP, FLAT, FSYNC_WORDS, HSDP, NO_SAVE, OURS, SYNC, XTUNER
+from tests.helpers.runs.fsdp_runs import shard
+from xhf_hooks.collective import Collective
+from xhf_hooks.options import SaveOptions
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.types import Step
+from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import unwrap
 
+if TYPE_CHECKING:  # importing it prints a warning
+    import deepspeed
 
-def add_save_options(parser: ArgumentParser, billions: float = 0.8, ranks: int = 2) -> None:
-    _add_common_options(parser, billions=[billions], ranks=ranks, repeats=5)
-    add_number(parser, '--in-a-row', 3, 'consecutive runs per measurement; only the last one counts')
-    _add_ways_option(parser)
-
-
-def add_floors_options(parser: ArgumentParser) -> None:
-    add_save_options(parser)
-    parser.set_defaults(ways=['floor: ', OURS])
-
-
-def add_hsdp_options(parser: ArgumentParser) -> None:
-    add_save_options(parser, billions=0.2, ranks=4)
-
-
-def add_throttled_options(parser: ArgumentParser) -> None:
-    _add_common_options(parser, billions=[0.8], ranks=[2, 4], repeats=3)
-    _add_ways_option(parser)
-
-
-def add_memory_options(parser: ArgumentParser) -> None:
-    _add_common_options(parser, billions=[0.2, 0.8, 1.6], ranks=[2, 4], repeats=1)
-    _add_ways_option(parser)
-
-
-def add_stall_options(parser: ArgumentParser) -> None:
-    _add_common_options(parser, billions=[0.8], ranks=2, repeats=5)
-    add_number(parser, '--iterations', 4, 'iterations without a save, for comparison')
+Tell = Callable[[str], None]
+STEP = Step('iter', 1, 1)
+LOG = RunLog(logging.getLogger('bench'), 'bench')
+#: With 'parallel' a file has one writer; several files per rank let all ranks write about as much.
+FILES_PER_RANK = 4
+#: Tokens of a training iteration, which is a forward pass that gathers every parameter like ZeRO-3.
+N_TOKENS = 64
 
 
-def _add_common_options(parser: ArgumentParser, billions: list[float], ranks: int | list[int], repeats: int) -> None:
-    add_billions(parser, billions, MODELS)
-    add_ranks(parser, ranks)
-    add_number(parser, '--repeats', repeats, 'measurements per table row')
-    parser.add_argument(
-        '--bucket-size', default=_BUCKET, metavar='SIZE', help='bucket_size of the saves (default: %(default)s)'
-    )
+def n_parameters(model: nn.Module) -> int:
+    """Of the whole model."""
+    return sum(getattr(parameter, 'ds_numel', parameter.numel()) for parameter in model.parameters())
 
 
-def _add_ways_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        '--ways',
-        nargs='+',
-        default=[],
-        metavar='WORDS',
-        help='measure only table rows whose name contains one of these words; default: all',
-    )
+def saver_of(model: nn.Module, writer: str, **options: Any) -> Saver:
+    """A saver of a bf16 model, whose file sizes do not depend on the writer."""
+    nbytes = 2 * n_parameters(model)
+    shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
+    how = SaveOptions(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes)
+    return Saver(unwrap(model), how, Collective(), LOG, writer=writer, **options)
 
 
-def measure_save(args: Namespace) -> dict[str, Any]:
-    """Saves of a ZeRO-3 model, with every writer and every peer."""
-    return _measure_sizes(args, 'save', ways_to_save(WRITERS))
+class Ways:
+    """The measured ways, by name."""
+
+    def __init__(self, engine: nn.Module) -> None:
+        self._engine = engine
+        self._savers: dict[str, Saver] = {}
+        plan = self._saver('stream').plan
+        self.nbytes = plan.nbytes
+        self.least_nbytes = sum(place.nbytes for place in plan.placements)
+
+    def _saver(self, writer: str) -> Saver:
+        """The same saver each time, so that a run's second save is measured."""
+        if writer not in self._savers:
+            self._savers[writer] = saver_of(self._engine, writer)
+        return self._savers[writer]
+
+    @contextmanager
+    def way(self, name: str) -> Iterator[Callable[[Path], object]]:
+        """Yields a way. What it needs besides the model is made and freed here, or it would count as others' memory."""
+        if name == DCP:
+            yield DcpPeer(self._engine.module).save
+        elif name in PEERS:
+            yield lambda folder: PEERS[name](self._engine, folder)
+        elif name.startswith(OURS):
+            writer, comma, words = name.removeprefix(OURS).partition(', ')
+            saver, fsync = self._saver(writer), f'{comma}{words}' == FSYNC_WORDS[True]
+            yield lambda folder: saver.save(CheckpointFolder(folder, 1, fsync=fsync), STEP)
+        else:
+            yield lambda folder: self._floors.write(name, folder)
+
+    @cached_property
+    def _floors(self) -> Floors:
+        """Only made if a floor is measured, since they are as large as the model."""
+        return Floors(self.nbytes)
 
 
-def measure_floors(args: Namespace) -> dict[str, Any]:
-    """Saves with every writer, compared with how fast disk and loopback can move as many bytes."""
-    return measure_save(args)
+def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Measure the ways in turns, with each rank's writes limited as by a share if the job says so."""
+    ways, limit = Ways(engine), 10**6 * job.get('limit', 0)
+
+    def one(way: str) -> Figures:
+        with ways.way(way) as save, limited_writes(limit) if limit else nullcontext():
+            return measure_last(job['in_a_row'], save, folder, ways.least_nbytes)
+
+    runs = in_turns(job['ways'], job['repeats'], one, tell)
+    return {'nbytes': ways.nbytes, 'limit_nbytes_per_sec': limit, 'runs': runs}
 
 
-def measure_hsdp(args: Namespace) -> dict[str, Any]:
-    """Saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks."""
-    return _measure_sizes(args, 'hsdp', [f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)])
+def bench_hsdp(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Shard a model and a copy of it, and measure both in turns."""
+    sharded = {FLAT: shard(deepcopy(model), 'fsdp2'), HSDP: shard(model, 'hsdp2')}
+    ways = {kind: Ways(each) for kind, each in sharded.items()}
+
+    def one(way: str) -> Figures:
+        kind = FLAT if way.endswith(FLAT) else HSDP
+        with ways[kind].way(way) as save:
+            return measure_last(job['in_a_row'], save, folder, ways[kind].least_nbytes)
+
+    return {'nbytes': ways[FLAT].nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
 
 
-def measure_throttled(args: Namespace) -> dict[str, Any]:
-    """Saves with every writer and a limited bandwidth from each rank to the disk."""
-    ways = choose([f'{OURS}{writer}' for writer in WRITERS], args.ways)
-    cases = []
-    for size in args.billions:
-        for n_ranks in args.ranks:
-            job = _job(args, 'throttled', size, ways=ways, limit_nbytes_per_sec=LIMIT)
-            cases.append({'ranks': n_ranks, **run_worker(n_ranks, job, args.out)})
-    return {'repeats': args.repeats, 'cases': cases}
+class Training:
+    """Iterations of a fixed batch, on all ranks."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._tokens = torch.arange(N_TOKENS).reshape(1, -1)
+        self.run(2)  # in the first, DeepSpeed records the order of its gathers
+
+    def run(self, n_least: int, is_over: Callable[[], bool] = lambda: True) -> tuple[int, float]:
+        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks at the end of one.
+
+        Returns:
+            Number of iterations, and their seconds.
+        """
+        started, n_done = time.perf_counter(), 0
+        while True:
+            with torch.no_grad():
+                self._engine(input_ids=self._tokens)
+            n_done += 1
+            stop = torch.tensor([int(n_done >= n_least and is_over())])
+            dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+            if stop.item():
+                return n_done, time.perf_counter() - started
 
 
-def measure_memory(args: Namespace) -> dict[str, Any]:
-    """Memory and network traffic of every writer."""
-    ways = choose([name_of_ours(writer, True) for writer in WRITERS], args.ways)
-    cases = []
-    for n_ranks in args.ranks:
-        for size in args.billions:
-            job = _job(args, 'save', size, ways=ways, in_a_row=_MEMORY_RUNS)
-            cases.append({'ranks': n_ranks, **run_worker(n_ranks, job, args.out)})
-    return {'repeats': args.repeats, 'bucket_nbytes': parse_size(args.bucket_size), 'cases': cases}
+def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Measure in turns how long a save stops training, and how much it slows it meanwhile."""
+    saver = saver_of(engine, 'positional', in_background=True)
+    saver.reserve_snapshot()
+    training = Training(engine)
+
+    def instead(way: str) -> Figures:
+        started = time.perf_counter()
+        if way == XTUNER:
+            xtuner_way(engine, folder)
+        else:
+            saver.save(CheckpointFolder(folder, 1), STEP)
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        return {'stalled_secs': seconds, 'save_secs': seconds}
+
+    def beside() -> Figures:
+        started = time.perf_counter()
+        saving = saver.start(CheckpointFolder(folder, 1), STEP)
+        dist.barrier()
+        stalled_secs = time.perf_counter() - started
+        n_done, seconds = training.run(1, lambda: saving.done)
+        save_secs = saving.outcome().cost.seconds
+        return {
+            'stalled_secs': stalled_secs,
+            'save_secs': save_secs,
+            'beside_secs': save_secs - stalled_secs,
+            'iterations': n_done,
+            'iterating_secs': seconds,
+        }
+
+    def one(way: str) -> Figures:
+        clear(folder, sync=True)
+        if way == NO_SAVE:
+            n_done, seconds = training.run(job['iterations'])
+            return {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
+        return beside() if way == ASYNC else instead(way)
+
+    runs = in_turns([XTUNER, SYNC, ASYNC, NO_SAVE], job['repeats'], one, tell)
+    saver.close()
+    _add_slowdown(runs)
+    return {'nbytes': saver.plan.nbytes, 'runs': runs}
 
 
-def measure_stall(args: Namespace) -> dict[str, Any]:
-    """How long a save stops training, and how much it slows training down."""
-    jobs = [_job(args, 'stall', size, iterations=args.iterations) for size in args.billions]
-    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
+def _add_slowdown(runs: dict[str, list[Figures]]) -> None:
+    """Add the share of training's speed that each save beside it left, from whole iterations with and without it.
 
-
-def _measure_sizes(args: Namespace, what: str, ways: list[str]) -> dict[str, Any]:
-    chosen = choose(ways, args.ways)
-    jobs = [_job(args, what, size, ways=chosen, in_a_row=args.in_a_row) for size in args.billions]
-    return {**_head(args), 'sizes': [run_worker(args.ranks, job, args.out) for job in jobs]}
-
-
-def _job(args: Namespace, what: str, billions: float, **more: Any) -> dict[str, Any]:
-    common = {'what': what, 'billions': billions, 'repeats': args.repeats}
-    return {**common, 'bucket_nbytes': parse_size(args.bucket_size), **more}
-
-
-def _head(args: Namespace) -> dict[str, Any]:
-    return {'ranks': args.ranks, 'repeats': args.repeats}
+    A save is about as long as an iteration, so the iterations that it slows go on after its end. What they lose,
+    they lose while it is written.
+    """
+    alone = statistics.median(found['iterations_per_sec'] for found in runs[NO_SAVE])
+    for found in runs[ASYNC]:
+        lost_secs = found['iterating_secs'] - found['iterations'] / alone
+        found['speed_share'] = 1 - lost_secs / found['beside_secs']
+        found['iterations_per_sec'] = alone * found['speed_share']

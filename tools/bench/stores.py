@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_billions, add_number, add_ranks
-from bench.launch import MODELS, run_worker
+from bench.launch import run_worker
 from tests.helpers.faults.s3_servers import s3_server
 
 _SERVER_OPTIONS = ('--etag-hash', '')
@@ -25,18 +24,10 @@ _SERVER_OPTIONS = ('--etag-hash', '')
 _TRAINING_BILLIONS, _TRAINING_REPEATS = 0.05, 10
 
 
-def add_upload_options(parser: ArgumentParser) -> None:
-    add_ranks(parser, 8)
-    add_billions(parser, 0.8, MODELS)
-    add_number(parser, '--uplink', 40, 'upload rate of each rank in MB/s')
-    add_number(parser, '--repeats', 3, 'measurements per table row')
-    add_number(parser, '--training-uplink', 10, 'upload rate in MB/s while one rank trains')
-
-
-def measure_upload(args: Namespace) -> dict[str, Any]:
-    """Uploads to an object store by all ranks, compared with rank 0 alone; and training beside an upload."""
+def measure(args: Namespace, n_ranks: int, billions: float) -> dict[str, Any]:
+    """Uploads of one size of model by a number of ranks, and training beside an upload."""
     beside = _run('training', 1, _TRAINING_BILLIONS, args.training_uplink, _TRAINING_REPEATS, args.out)
-    return {**_run('upload', args.ranks, args.billions, args.uplink, args.repeats, args.out), 'training': beside}
+    return {**_run('upload', n_ranks, billions, args.uplink, args.repeats, args.out), 'training': beside}
 
 
 def _run(what: str, n_ranks: int, billions: float, uplink: int, repeats: int, out: Path) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 #: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
 _PIECE_NBYTES = 256 * 1024
@@ -43,26 +44,20 @@ class Throttle:
 
 
 @contextmanager
-def limited_writes(nbytes_per_sec: float) -> Iterator[Throttle]:
+def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
     """Throttle this process's positional writes, which all weights use. Idle time does not allow a later burst."""
     throttle = Throttle(nbytes_per_sec)
-    originals = {name: getattr(os, name) for name in ('pwrite', 'pwritev')}
 
-    def limited(name: str) -> Any:
+    def limited(write: Callable[..., int]) -> Callable[..., int]:
         def write_and_wait(*args: Any) -> int:
-            nbytes = originals[name](*args)
+            nbytes = write(*args)
             throttle.wrote(nbytes)
             return nbytes
 
         return write_and_wait
 
-    for name in originals:
-        setattr(os, name, limited(name))
-    try:
-        yield throttle
-    finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
+    with mock.patch('os.pwrite', limited(os.pwrite)), mock.patch('os.pwritev', limited(os.pwritev)):
+        yield
 
 
 @contextmanager
@@ -84,11 +79,5 @@ def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
     def limited_messages(self: socket.socket, buffers: Sequence[Any], *args: Any) -> int:
         return limited(self, next((buffer for buffer in buffers if len(buffer)), b''))
 
-    patched: dict[str, Any] = {'send': limited, 'sendall': limited_all, 'sendmsg': limited_messages}
-    for name, function in patched.items():
-        setattr(socket.socket, name, function)
-    try:
+    with mock.patch.multiple(socket.socket, create=True, send=limited, sendall=limited_all, sendmsg=limited_messages):
         yield throttle
-    finally:
-        for name in patched:
-            delattr(socket.socket, name)

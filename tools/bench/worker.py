@@ -14,21 +14,23 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.convert_worker import Trained, bench_checkpoint
 from bench.launch import MODELS
-from bench.save_worker import bench_hsdp, bench_save, bench_throttled, n_parameters
-from bench.stall_worker import bench_stall
-from bench.stores_worker import bench_training, bench_upload
+from bench.saves import bench_hsdp, bench_save, bench_stall, n_parameters
+from bench.uploads import bench_training, bench_upload
 
-BENCHES = {
-    'checkpoint': bench_checkpoint,
-    'save': bench_save,
-    'hsdp': bench_hsdp,
-    'throttled': bench_throttled,
-    'stall': bench_stall,
-    'upload': bench_upload,
-    'training': bench_training,
-}
+#: Elements to change at once: a temporary tensor as large as a rank's fp32 master weights would not fit.
+CHUNK = 2**24
+
+
+class Trained(nn.Module):
+    """The names that XTuner's SupervisedFinetune gives its parameters."""
+
+    def __init__(self, llm: nn.Module) -> None:
+        super().__init__()
+        self.llm = llm
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.llm(**batch)
 
 
 def build(job: dict[str, Any]) -> nn.Module:
@@ -57,6 +59,35 @@ def build(job: dict[str, Any]) -> nn.Module:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+def make_checkpoint(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """Save a checkpoint like those of XTuner runs, and the config of its base model, into the job's folder.
+
+    Returns:
+        The shapes of the base model's tensors.
+    """
+    for group in engine.optimizer.fp32_partitioned_groups_flat:
+        for chunk in group.data.split(CHUNK):
+            chunk += 1e-4 * torch.randn_like(chunk)  # fp32 master weights that bf16 cannot represent
+    if job['optimizer'] == 'AdamW':  # one step creates its states
+        ids = torch.arange(16).reshape(1, 16)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(job['folder'], tag='iter_1.pth')
+    if dist.get_rank() == 0:
+        engine.module.llm.config.save_pretrained(Path(job['folder'], 'base'))
+    return {'shapes': {name: list(p.ds_shape) for name, p in engine.module.llm.named_parameters()}}
+
+
+#: By what a job asks for; the others ask for saves.
+BENCHES = {
+    'checkpoint': make_checkpoint,
+    'hsdp': bench_hsdp,
+    'stall': bench_stall,
+    'upload': bench_upload,
+    'training': bench_training,
+}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / 'job.json').read_text())
@@ -68,7 +99,8 @@ def main() -> None:
                 print(line, file=progress)
 
         model = build(job)
-        content = BENCHES[job['what']](model, job, folder / 'saves' / 'hf_model', tell)
+        bench = BENCHES.get(job['what'], bench_save)
+        content = bench(model, job, folder / 'saves' / 'hf_model', tell)
     if dist.get_rank() == 0:
         (folder / 'result.json').write_text(json.dumps({'parameters': n_parameters(model), **content}))
         shutil.rmtree(folder / 'saves', ignore_errors=True)

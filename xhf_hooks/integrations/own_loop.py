@@ -45,8 +45,8 @@ def save_hf(
 
     Returns:
         The committed save: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
-        also logged. The same on every rank except for seconds; only rank 0 has free space and warnings about files
-        other than weights.
+        also logged. The same on every rank except for seconds; only rank 0 has warnings about files other than
+        weights.
 
     Raises:
         OptionError: An option has a bad value, or does not apply to this model.

@@ -1,9 +1,8 @@
-"""Sends a partitioned model to an object store in each way, in turns. Runs on: all ranks."""
+"""Sends a partitioned model to an object store in each way, and trains beside it. Runs on: all ranks."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import shutil
 import time
@@ -14,38 +13,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bench.progress import Figures, in_turns
-from bench.save_worker import STEP, Tell, saver_of
-from bench.stall_worker import Training
+from bench.launch import Figures, in_turns
+from bench.saves import LOG, STEP, Tell, Training, saver_of
 from bench.throttle import limited_sending
+from bench.ways import UPLOAD, UPLOAD_BOTO3
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS
-from xhf_hooks.background.upload import uploads_of_run
+from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.telemetry import RunLog
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
 
-UPLOAD = 'upload_to, all ranks'
-UPLOAD_BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
-_BUCKET_NBYTES = 128 * 10**6
 _LEAST_ITERATIONS = 5
 
 
 class Ways:
-    """The measured ways, by name. Each prepares a run and returns what is timed; the run ends with the block."""
+    """Uploads of saves on the local disk, each under a name of its own."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path) -> None:
         os.environ.update(CREDENTIALS)
         self._job, self._folder = job, folder
         self._store = {'endpoint_url': job['endpoint']}
         self._numbers = itertools.count()
-        self._saver = saver_of(engine, 'parallel', _BUCKET_NBYTES)
+        self._saver = saver_of(engine, 'parallel')
         self.nbytes = self._saver.plan.nbytes
 
     def measure(self, way: str) -> Figures:
-        """Seconds of one way, and what it sent."""
+        """Seconds of one way, and what rank 0 sent."""
         name = f'run{next(self._numbers)}'
         prepare = {UPLOAD: self._upload, UPLOAD_BOTO3: self._upload_boto3}
         with limited_sending(self._job['uplink_nbytes_per_sec']) as throttle, prepare[way](name) as send:
@@ -66,54 +61,43 @@ class Ways:
         return {'seconds': seconds, 'sent_mb': sent[0] / 1e6}
 
     @contextmanager
-    def save_and_claim(self, name: str) -> Iterator[Upload]:
-        """The upload of a save on the local disk, before it begins."""
-        self._saver.save(CheckpointFolder(self._folder, 1), STEP)
-        upload = Upload(self._folder, f's3://{BUCKET}/{name}', self._store)
-        yield upload
-        upload.close()
+    def save_and_claim(self, name: str) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
+        """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
+        target, collective = CheckpointFolder(self._folder, 1), Collective()
+        self._saver.save(target, STEP)
+        url = f's3://{BUCKET}/{name}'
+        uploads: Uploads = uploads_of_run(url, self._store, -1, [self._folder], collective, LOG)
+        uploads.claim()
+
+        def is_over(within_secs: float = 0.0) -> bool:
+            over = uploads.wait(within_secs)
+            if over and uploads.failed:
+                raise RuntimeError(f'not uploaded: {uploads.failed}')
+            return over
+
+        yield lambda: uploads.committed(target, STEP, collective), is_over
+        uploads.close()
+        collective.close()
 
     @contextmanager
     def _upload(self, name: str) -> Iterator[Callable[[], object]]:
-        with self.save_and_claim(name) as upload:
-            yield lambda: (upload.begin(), upload.is_over(3600.0))
+        with self.save_and_claim(name) as (begin, is_over):
+            yield lambda: (begin(), is_over(3600.0))
 
     @contextmanager
     def _upload_boto3(self, name: str) -> Iterator[Callable[[], object]]:
-        self._saver.save(CheckpointFolder(self._folder, 1), STEP)
-        yield lambda: self._boto3(name)
-
-    def _boto3(self, name: str) -> None:
         """boto3's transfer manager with its defaults: ten threads, parts of 8 MB."""
         import boto3
 
-        client = boto3.client('s3', **self._store)
-        if dist.get_rank() == 0:
-            for path in sorted(self._folder.iterdir()):
-                client.upload_file(str(path), BUCKET, f'{name}/{path.name}')
+        self._saver.save(CheckpointFolder(self._folder, 1), STEP)
 
+        def send() -> None:
+            client = boto3.client('s3', **self._store)
+            if dist.get_rank() == 0:
+                for path in sorted(self._folder.iterdir()):
+                    client.upload_file(str(path), BUCKET, f'{name}/{path.name}')
 
-class Upload:
-    """What a run with ``upload_to`` does for one save."""
-
-    def __init__(self, folder: Path, url: str, store: dict[str, Any]) -> None:
-        log = RunLog(logging.getLogger('bench'), 'bench')
-        self._collective, self._target = Collective(), CheckpointFolder(folder, 1)
-        self._uploads = uploads_of_run(url, store, -1, [folder], self._collective, log)
-        self._uploads.claim()
-
-    def begin(self) -> None:
-        self._uploads.committed(self._target, STEP, self._collective)
-
-    def is_over(self, within_secs: float = 0.0) -> bool:
-        over = self._uploads.wait(within_secs)
-        if over and self._uploads.failed:
-            raise RuntimeError(f'not uploaded: {self._uploads.failed}')
-        return over
-
-    def close(self) -> None:
-        self._uploads.close()
-        self._collective.close()
+        yield send
 
 
 def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -126,11 +110,11 @@ def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folde
     """Measure iterations beside an upload and, before and after it, without one."""
     ways, training, runs = Ways(engine, job, folder), Training(engine), []
     for number in range(job['repeats']):
-        with limited_sending(job['uplink_nbytes_per_sec']), ways.save_and_claim(f'run{number}') as upload:
+        with limited_sending(job['uplink_nbytes_per_sec']), ways.save_and_claim(f'run{number}') as (begin, is_over):
             before, secs = training.run(_LEAST_ITERATIONS)
-            upload.begin()
+            begin()
             others = time.process_time() - time.thread_time()
-            beside, beside_secs = training.run(1, upload.is_over)
+            beside, beside_secs = training.run(1, is_over)
             processor = (time.process_time() - time.thread_time() - others) / beside_secs
             after, after_secs = training.run(_LEAST_ITERATIONS)
         alone = (before + after) / (secs + after_secs)

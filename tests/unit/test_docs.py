@@ -1,0 +1,169 @@
+"""What the pages name is there (files, options, messages, tests, links), and their figures are those measured."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_layering import LAYERS
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / 'docs' / 'bench'
+OUTER = ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md']
+PAGES = {path.name: path.read_text(encoding='utf-8') for path in (ROOT / 'docs').glob('*.md')}
+PAGES |= {name: (ROOT / name).read_text(encoding='utf-8') for name in OUTER}
+#: What stands in backticks, on one line.
+SPANS = {span for text in PAGES.values() for span in re.findall(r'(?<!`)`([^`\n]+)`(?!`)', text)}
+FOLDERS = [ROOT / name for name in ('xhf_hooks', 'tools', 'configs')]
+CODE = '\n'.join(
+    path.read_text(encoding='utf-8') for folder in FOLDERS for end in ('py', 'sh') for path in folder.rglob(f'*.{end}')
+)
+#: Names and options of other programs, and of this package's tests.
+OTHERS = {'bitsandbytes', 'client_kwargs', 'dequantize', 'dp_replicate_size', 'fsdp_config', 'fsdp_size'}
+OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
+OTHERS |= {'vis_backends'}
+OTHERS |= {'--add_version', '--callbacks', '--delete', '--external_plugins', '--full', '--output_dir', '--private'}
+OTHERS |= {'--revision', '--signal', '--wait'}
+#: Folders and files of runs, and of others.
+ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
+ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'tests/trainers/test_NAME.py'}
+MESSAGES = re.findall(r'^\| `([^`]+)` \|', PAGES['troubleshooting.md'].partition('## Not an error of this')[0], re.M)
+#: What a value that varies may be: anything, but not what ends one message and begins the next.
+VARIES = '…'
+
+
+def texts() -> list[str]:
+    """Every string of the package, with what varies in it as one sign."""
+    found = []
+    for path in (ROOT / 'xhf_hooks').rglob('*.py'):
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else VARIES for part in node.values]
+                found.append(''.join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+TEXTS = texts()
+
+
+def test_files_that_are_named_are_there():
+    """By their path from the root, or below the package or the helpers of tests."""
+    named = {span for span in SPANS if re.fullmatch(r'[\w./-]*\w(\.(py|sh)|/)', span)}
+    named |= {
+        path for span in SPANS for path in re.findall(r'\b(?:tools|tests|configs|docs|requirements)/[\w./-]+', span)
+    }
+    roots = [ROOT, ROOT / 'xhf_hooks', ROOT / 'tests' / 'helpers']
+    assert len(named) > 60
+    assert {name for name in named - ELSEWHERE if not any(next(root.rglob(name), None) for root in roots)} == set()
+
+
+def test_options_and_other_names_are_in_the_code():
+    names = {span for span in SPANS if re.fullmatch(r'[a-z]+(_[a-z]+)+', span)}
+    names |= {name for span in SPANS for name in re.findall(r'(?<![\w.-])([a-z][a-z_]+)=', span)}
+    names |= {flag for span in SPANS for flag in re.findall(r'(?<![\w-])--[a-z][a-z_-]+', span)}
+    assert len(names) > 80
+    assert {n for n in names - OTHERS if not re.search(rf'(?<![\w-]){re.escape(n)}(?![\w-])', CODE)} == set()
+
+
+@pytest.mark.parametrize('message', MESSAGES)
+def test_the_message_is_one_of_the_package(message):
+    fixed = [part.strip() for part in message.split(VARIES) if len(part.strip()) > 2]
+    pattern = '.*?'.join(map(re.escape, fixed))
+    assert any(re.search(pattern, text, flags=re.DOTALL) for text in TEXTS), f'no message of the package: {fixed}'
+
+
+def test_there_are_many_messages():
+    assert len(MESSAGES) >= 30
+
+
+def test_the_layers_are_those_that_imports_are_checked_by():
+    table = PAGES['how-it-works.md'].partition('## Layers')[2].partition('## Terms')[0]
+    cells = re.findall(r'^\| (`[^|]+) \|', table, flags=re.MULTILINE)
+    told = [name.removesuffix('/').removesuffix('.py') for cell in cells for name in re.findall('`([^`]+)`', cell)]
+    assert told == [*LAYERS[1:]]
+
+
+def test_tests_that_are_named_are_there():
+    there = {path.stem for path in (ROOT / 'tests').rglob('test_*.py')}
+    groups = [group for text in PAGES.values() for group in re.findall(r'\[(test_[\w, ]+)\]', text)]
+    named = {name for group in groups for name in group.split(', ')}
+    assert len(named) > 40 and not named - there
+
+
+@pytest.mark.parametrize('page', OUTER)
+def test_the_links_lead_somewhere(page):
+    """Sphinx checks those of docs/."""
+    links = re.findall(r'\]\(([^):#]+)[^):]*\)', PAGES[page])
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_chinese_readme_says_the_same():
+    """Its code, links and figures."""
+    for what in (r'(?ms)^```.*?^```$', r'\]\((?!README)([^)]+)\)', r'\d+(?:\.\d+)?'):
+        found = [sorted(re.findall(what, PAGES[name])) for name in ('README.md', 'README_zh-CN.md')]
+        assert found[0] == found[1] and len(found[0]) >= 6
+
+
+def test_what_the_readme_counts_of_xtuners_configs():
+    """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
+    lines = PAGES['xtuner_configs.md'].splitlines()
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines if line.startswith('| ')]
+    saved = sum(int(count) for _, _, exporter, count, _ in rows[1:-1] if not exporter.startswith('none'))
+    n_configs = rows[-1][3]
+    assert f'Of the {n_configs} configs that come with XTuner {saved} are saved' in ' '.join(PAGES['xtuner.md'].split())
+    assert f'{saved} of the {n_configs} configs' in ' '.join(PAGES['README.md'].split())
+
+
+def test_the_page_of_options_is_made_from_their_descriptions():
+    from tools.options_page import page
+
+    assert PAGES['options.md'] == page()
+
+
+# Figures
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+
+
+@pytest.mark.parametrize('what', sorted(file.stem for file in BENCH.glob('*.json')))
+def test_the_table_is_the_one_measured(tools, what):
+    """docs/bench/WHAT.json is what the benchmark wrote when the page's table was made."""
+    from bench.report import table
+
+    measured = json.loads((BENCH / f'{what}.json').read_text())
+    assert table(what, measured) == (BENCH / f'{what}.md').read_text(), 'made by tools/bench.py'
+    assert f'{{include}} bench/{what}.md' in PAGES['performance.md']
+    assert f'python tools/bench.py {what}\n' in PAGES['performance.md']
+
+
+def test_the_readme_shows_what_was_measured(tools):
+    from bench.report import summary
+
+    measured = json.loads((BENCH / 'save.json').read_text())
+    for page in ('README.md', 'README_zh-CN.md'):
+        assert summary(measured).strip() in PAGES[page] and '(docs/bench/save.svg)' in PAGES[page]
+
+
+def words_of(drawn: Path) -> set[str]:
+    """The text of an SVG, without the version of matplotlib."""
+    words = {unescape(word).strip() for word in re.findall(r'>([^<>]+)<', drawn.read_text())}
+    return {word for word in words if not word.startswith('Matplotlib v')}
+
+
+@pytest.mark.parametrize('file', sorted(BENCH.glob('*.svg')), ids=lambda file: file.stem)
+def test_the_chart_has_the_figures(tools, file, tmp_path):
+    """`python tools/bench.py draw --out docs/bench` draws them again; the bytes depend on the version of matplotlib."""
+    from bench.chart import draw
+
+    draw(json.loads(file.with_suffix('.json').read_text()), tmp_path / 'drawn.svg')
+    assert words_of(tmp_path / 'drawn.svg') == words_of(file)
