@@ -26,6 +26,7 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
@@ -85,7 +86,8 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     training.save_pretrained(reference)
     options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
     log = RunLog(logging.getLogger('gpu_check'), 'saver')
-    saver = Saver(unwrap(training.engine), options, Collective(), log, writer=writer, in_background=in_background)
+    strategy = WriteStrategy(writer)
+    saver = Saver(unwrap(training.engine), options, Collective(), log, strategy=strategy, in_background=in_background)
     with_gpu, device_nbytes = training.device.type == 'cuda', 0
     if in_background:
         saver.reserve_snapshot()

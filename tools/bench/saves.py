@@ -26,6 +26,7 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
@@ -52,7 +53,7 @@ def saver_of(model: nn.Module, writer: str, **options: Any) -> Saver:
     nbytes = 2 * n_parameters(model)
     shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
     how = SaveOptions(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes)
-    return Saver(unwrap(model), how, Collective(), LOG, writer=writer, **options)
+    return Saver(unwrap(model), how, Collective(), LOG, strategy=WriteStrategy(writer), **options)
 
 
 class Ways:

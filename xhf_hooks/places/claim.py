@@ -16,20 +16,20 @@ from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 
-def choose_writer(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> str:
-    """Resolve the option ``writer`` for the file system of the output folder. Runs on: all ranks.
+def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> WriteStrategy:
+    """What the option ``writer`` means for the file system of the output folder. Runs on: all ranks.
 
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    wanted = 'positional' if option == 'auto' else option
-    if not WriteStrategy(wanted).all_ranks_write or all_ranks_see(folder, collective):
+    wanted = WriteStrategy.POSITIONAL if option == 'auto' else WriteStrategy(option)
+    if not wanted.all_ranks_write or all_ranks_see(folder, collective):
         return wanted
     log.warning(
-        f'not all ranks see {folder.parent}, so rank 0 writes: the writer is stream, not {wanted}. '
+        f'not all ranks see {folder.parent}, so rank 0 writes: the writer is stream, not {wanted.value}. '
         f'To let every rank write, set out_dir to a folder on a shared file system'
     )
-    return 'stream'
+    return WriteStrategy.STREAM
 
 
 def all_ranks_see(folder: Path, collective: Collective) -> bool:

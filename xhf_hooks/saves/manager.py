@@ -43,7 +43,7 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import choose_writer
+from xhf_hooks.places.claim import choose_strategy
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
@@ -129,7 +129,7 @@ class CheckpointManager:
                 options,
                 self.collective,
                 log,
-                writer=choose_writer(log, options.writer, self.newest.path, self.collective),
+                strategy=choose_strategy(log, options.writer, self.newest.path, self.collective),
                 in_background=options.async_save,
                 after_commit=self._begin_after,
             )

@@ -52,7 +52,7 @@ class Saver:
     Args:
         unwrapped: The trained model (unwrap.py).
         log: Gets what is trained and not saved, and the progress of long saves.
-        writer: The writer chosen for the option ``writer`` (places/claim.py).
+        strategy: Who writes what, as chosen for the option ``writer`` (places/claim.py).
         in_background: Whether :meth:`start` will be used.
         after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
             communicates.
@@ -76,7 +76,7 @@ class Saver:
         collective: Collective,
         log: RunLog,
         *,
-        writer: str = 'stream',
+        strategy: WriteStrategy = WriteStrategy.STREAM,
         in_background: bool = False,
         after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
     ) -> None:
@@ -84,7 +84,7 @@ class Saver:
         self.options = options
         self.collective = collective
         self.log = log
-        self.strategy = WriteStrategy(writer)
+        self.strategy = strategy
         self.in_background = in_background
         self.after_commit = after_commit
         self.tokenizer: Any | None = None

@@ -52,16 +52,18 @@ def zero_engine(
 
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
-    """A Saver; ``options`` are those of SaveOptions and of Saver. Runs on: all ranks."""
+    """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
     from xhf_hooks.options import SaveOptions
+    from xhf_hooks.planning.write_strategy import WriteStrategy
     from xhf_hooks.saves.saver import Saver
     from xhf_hooks.saves.telemetry import RunLog
     from xhf_hooks.saves.unwrap import unwrap
 
     trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
-    own = {n: options.pop(n) for n in ('writer', 'in_background') if n in options}
+    strategy = WriteStrategy(options.pop('writer', 'stream'))
+    how = dict(strategy=strategy, in_background=options.pop('in_background', False))
     log = RunLog(logging.getLogger('test'), 'saver')
-    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **own)
+    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
 
 
 def names_read(plan: SavePlan) -> set[str]:
