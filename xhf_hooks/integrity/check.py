@@ -20,11 +20,13 @@ from xhf_hooks.system.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'
 #: Kinds of findings, in the order of the report: problems last, where a terminal shows them.
-OK, NOTE, UNCHECKED, PROBLEM = _ORDER = ('ok', 'note', 'unchecked', 'problem')
+OK = 'ok'
+NOTE = 'note'
+UNCHECKED = 'unchecked'
+PROBLEM = 'problem'
+_ORDER = [OK, NOTE, UNCHECKED, PROBLEM]
 #: Files that loaders may read: one that was added after the save may change what is loaded.
-_READ_BY_LOADERS = (
-    *('.json', '.safetensors', '.model', '.jinja', '.txt', '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf', '.py'),
-)
+_READ_BY_LOADERS = re.compile(r'.+\.(json|safetensors|model|jinja|txt|bin|pt|pth|h5|msgpack|gguf|py)')
 _SHARD = re.compile(r'.+-\d{5}-of-\d{5}\.safetensors')
 
 
@@ -42,9 +44,7 @@ def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> 
     check.check_structure()
     if check.is_good:
         check.read(workers, from_disk=True)
-    # Infinite and NaN values are no difference: a diverged run is saved as it is
-    differences = [found.text for found in check.findings if found.kind == PROBLEM and found.check != 'values']
-    if differences:
+    if differences := check.problems():
         raise IncompleteError(f'{path}: differs from what was saved: ' + '\n'.join(differences[:20]))
 
 
@@ -80,10 +80,12 @@ class FolderCheck:
 
     def __init__(self, path: Path, manifest: Manifest | None) -> None:
         self.path, self.manifest = path, manifest
-        self.files, self.headers = list_files(path), dict[str, Header]()
+        self.files = list_files(path)
+        self.headers: dict[str, Header] = {}
         self.findings: list[Finding] = []
         self.read_nbytes = 0
-        self._started, self.seconds = time.perf_counter(), 0.0
+        self.seconds = 0.0
+        self._started = time.perf_counter()
 
     def add(self, kind: str, check: str, text: str) -> None:
         """Add a finding. A problem does not stop the checks."""
@@ -149,12 +151,14 @@ class FolderCheck:
         """Read every byte once: compare checksums with the manifest, count infinite and NaN values.
 
         Args:
-            from_disk: See :func:`.sum_file`.
+            from_disk: See :func:`.sum_file`. Values are not counted then.
         """
-        known = None if self.manifest is None else self.manifest.files
-        names = known if known is not None else [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
-        names = [name for name in names if name in self.files]
-        total, sums = sum(self.files[name] for name in names), dict[str, FileRecord]()
+        if self.manifest is None:
+            names = [name for name in self.files if name.endswith(WEIGHTS_SUFFIX)]
+        else:
+            names = [name for name in self.manifest.files if name in self.files]
+        total = sum(self.files[name] for name in names)
+        sums: dict[str, FileRecord] = {}
 
         def tell(nbytes: int) -> None:
             self.read_nbytes += nbytes
@@ -167,8 +171,8 @@ class FolderCheck:
                     sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=tell)
                 except OSError as error:
                     self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
-        if known is not None:
-            self._compare_sums(sums, known)
+        if self.manifest is not None:
+            self._compare_sums(sums, self.manifest.files)
         tensors = [named for file in sums.values() for named in file.tensors.items()]
         self._tell_values(len(tensors), {name: tensor.non_finite for name, tensor in tensors if tensor.non_finite})
         self.seconds = time.perf_counter() - self._started
@@ -183,7 +187,7 @@ class FolderCheck:
                 self.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
         others = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
         for name in sorted(others):
-            if name.endswith(_READ_BY_LOADERS):
+            if _READ_BY_LOADERS.fullmatch(name):
                 self.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
             else:
                 self.add(NOTE, 'files', f'{name} was added after the save')
@@ -216,8 +220,7 @@ class FolderCheck:
         shards = {name for name in files if _SHARD.fullmatch(name)}
         self._tell_names('index', 'shards that no index names', [prefix + name for name in shards - indexed])
         if indexed and 'model.safetensors' in files - indexed:
-            text = f'{prefix}model.safetensors beside shards; loaders read only one of them'
-            self.add(PROBLEM, 'index', text)
+            self.add(PROBLEM, 'index', f'{prefix}model.safetensors beside shards; loaders read only one of them')
 
     def _check_index(self, prefix: str, name: str, files: set[str]) -> set[str]:
         """Check one index; returns the files that it names.
@@ -239,14 +242,14 @@ class FolderCheck:
         if total is None:
             self.add(NOTE, 'index', f'{where}: no total_size')
         elif total != nbytes and headers.keys() == named:
-            text = f'{where}: total_size is {str(total)[:40]}, but the tensors have {nbytes} bytes'
-            self.add(PROBLEM, 'index', text)
+            self.add(PROBLEM, 'index', f'{where}: total_size is {str(total)[:40]}, the tensors have {nbytes} bytes')
         if len(self.problems()) == n_before:
             self.add(OK, 'index', f'{name}: {len(listed)} tensors, all in their files')
         return named
 
     def _compare_sums(self, sums: Mapping[str, FileRecord], known: Mapping[str, FileRecord]) -> None:
-        n_files, n_tensors, not_compared = 0, 0, sorted(known.keys() - sums.keys())
+        n_files = n_tensors = 0
+        not_compared = sorted(known.keys() - sums.keys())
         for name, found in sums.items():
             tensors = known[name].tensors
             compared = [n for n in found.tensors if n in tensors]
@@ -263,11 +266,8 @@ class FolderCheck:
                 n_files += 1
             n_tensors += len(compared)
         if not_compared:
-            self.add(
-                UNCHECKED,
-                'checksums',
-                f'not compared, since missing, unreadable or of another size: {some(not_compared)}',
-            )
+            text = f'not compared, since missing, unreadable or of another size: {some(not_compared)}'
+            self.add(UNCHECKED, 'checksums', text)
         if not self.problems('checksums'):
             counts = f'{counted(n_files, "file")} and {counted(n_tensors, "tensor")}'
             self.add(OK, 'checksums', f'{counts}, all unchanged')
@@ -278,8 +278,7 @@ class FolderCheck:
             self.add(OK, 'values', f'no infinite or NaN values in {counted(n_tensors, "tensor")}')
             return
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
-        text = f'{counted(len(worst), "tensor")} with infinite or NaN values: {shown}'
-        self.add(PROBLEM, 'values', text)
+        self.add(PROBLEM, 'values', f'{counted(len(worst), "tensor")} with infinite or NaN values: {shown}')
 
     def _tell_names(self, check: str, what: str, names: Iterable[str]) -> None:
         listed = sorted(names)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -47,21 +48,23 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> b
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
-    crcs = {file.name: crc32(file.header) for file in plan.files}
-    of_file: dict[str, dict[str, Any]] = {file.name: {} for file in plan.files}
+    inside: dict[str, list[WrittenTensor]] = defaultdict(list)
     for tensor in sorted(tensors, key=lambda tensor: tensor.placement.offset):
-        placement = tensor.placement
-        crcs[placement.file] = combine(crcs[placement.file], tensor.crc32, placement.nbytes)
-        of_file[placement.file][placement.hf_name] = {
-            'shape': list(placement.shape),
-            'dtype': placement.dtype,
-            'crc32': to_hex(tensor.crc32),
-            'non_finite': tensor.non_finite,
-        }
-    return {
-        file.name: {'nbytes': file.nbytes, 'crc32': to_hex(crcs[file.name]), 'tensors': of_file[file.name]}
-        for file in plan.files
-    }
+        inside[tensor.placement.file].append(tensor)
+    described = {}
+    for file in plan.files:
+        crc, tensors_in_file = crc32(file.header), {}
+        for tensor in inside[file.name]:
+            placement = tensor.placement
+            crc = combine(crc, tensor.crc32, placement.nbytes)
+            tensors_in_file[placement.hf_name] = {
+                'shape': list(placement.shape),
+                'dtype': placement.dtype,
+                'crc32': to_hex(tensor.crc32),
+                'non_finite': tensor.non_finite,
+            }
+        described[file.name] = {'nbytes': file.nbytes, 'crc32': to_hex(crc), 'tensors': tensors_in_file}
+    return described
 
 
 def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
@@ -166,13 +169,11 @@ def _file(name: str, found: Any) -> FileRecord:
     path = PurePosixPath(name)
     if not name or '\0' in name or path.is_absolute() or '..' in path.parts or str(path) != name or name == '.':
         raise ValueError(f'file {name!r}: not a path inside the folder')
+    tensors = {}
     if name.endswith('.safetensors'):
-        tensors = {
-            tensor: TensorRecord(from_hex(known['crc32']), _count(known['non_finite']))
-            for tensor, known in found['tensors'].items()
-        }
-        return FileRecord(_count(found['nbytes']), from_hex(found['crc32']), tensors)
-    return FileRecord(_count(found['nbytes']), from_hex(found['crc32']))
+        for tensor, known in found['tensors'].items():
+            tensors[tensor] = TensorRecord(from_hex(known['crc32']), _count(known['non_finite']))
+    return FileRecord(_count(found['nbytes']), from_hex(found['crc32']), tensors)
 
 
 def _count(value: Any) -> int:

@@ -95,7 +95,8 @@ class OutputFile:
         write_behind: bool = True,
         direct: bool = False,
     ) -> None:
-        self._path, self._fd = path, os.open(path, os.O_WRONLY)
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY)
         try:
             identity.require(self._fd, path)
         except BaseException:
@@ -146,7 +147,7 @@ class WriteBehind:
         self._fd = fd
         self._works = True
         self._lock = threading.Lock()
-        self._filling: tuple[int, int, int] | None = None  # start, end, bytes written in between
+        self._start = self._end = self._nbytes = 0  # of the window that is being filled
         self._underway: deque[tuple[int, int]] = deque()
 
     def wrote(self, offset: int, nbytes: int) -> None:
@@ -159,16 +160,18 @@ class WriteBehind:
             return
         oldest = None
         with self._lock:
-            start, end, count = self._filling or (offset, offset, 0)
-            window = (min(start, offset), max(end, offset + nbytes), count + nbytes)
-            if window[2] < _WINDOW_NBYTES:
-                self._filling = window
+            is_first = self._nbytes == 0
+            self._start = offset if is_first else min(self._start, offset)
+            self._end = offset + nbytes if is_first else max(self._end, offset + nbytes)
+            self._nbytes += nbytes
+            if self._nbytes < _WINDOW_NBYTES:
                 return
-            self._filling = None
-            self._underway.append(window[:2])
+            self._nbytes = 0
+            start, end = self._start, self._end
+            self._underway.append((start, end))
             if len(self._underway) > _DEPTH:
                 oldest = self._underway.popleft()
-        self._sync(window[0], window[1], _START)
+        self._sync(start, end, _START)
         if oldest is not None:
             self._sync(*oldest, _START_AND_WAIT)
             os.posix_fadvise(self._fd, oldest[0], oldest[1] - oldest[0], os.POSIX_FADV_DONTNEED)

@@ -34,8 +34,10 @@ class Writer:
     """
 
     def __init__(self, pending_nbytes: int, *, beside_training: bool = False) -> None:
-        self._limit_nbytes, self._beside_training = pending_nbytes, beside_training
-        self._folder, self._fsync = Path(), True
+        self._limit_nbytes = pending_nbytes
+        self._beside_training = beside_training
+        self._folder = Path()
+        self._fsync = True
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         self._opened = ExitStack()
@@ -62,8 +64,11 @@ class Writer:
             fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
         """
         self.abort()
-        self._folder, self._made, self._fsync = staging, made, fsync
-        self._tally, self._error = Tally(plan), None
+        self._folder = staging
+        self._made = made
+        self._fsync = fsync
+        self._tally = Tally(plan)
+        self._error = None
 
     def write(self, chunk: Chunk) -> None:
         """Accept a chunk. May wait for free memory first, and may return before the chunk is on disk.
@@ -144,11 +149,13 @@ class Writer:
     def _write(self, chunk: Chunk) -> None:
         placement = chunk.placement
         file = self._file(placement.file)
-        offset, crc, non_finite = placement.offset + chunk.start, 0, 0
+        offset = placement.offset + chunk.start
+        crc = non_finite = 0
         for start, end in cuts(chunk.data.nbytes, offset):
             piece = chunk.data[start:end]
             # Before the write: the checksum is of what was in memory
-            crc, non_finite = crc32(piece, crc), non_finite + count_non_finite(piece, placement.dtype)
+            crc = crc32(piece, crc)
+            non_finite += count_non_finite(piece, placement.dtype)
             if not self._beside_training:
                 file.write(piece, offset + start)
         if self._beside_training:  # in one piece: each direct write waits for the disk
