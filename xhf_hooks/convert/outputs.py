@@ -30,7 +30,7 @@ class PlannedOutputs:
     def read_into(self, group: Group, placement: Placement, start: int, out: torch.Tensor) -> None:
         """Cast elements of an output of a group of ``plan.sliced`` into ``out``, from ``start`` on."""
         (spec,) = group.reads
-        self._tensors[spec.name].read_into(placement.run.start + start, out, from_master=spec.from_master)
+        self._tensors[spec.name].read_into(placement.source_range.start + start, out, from_master=spec.from_master)
 
     def make(self, group: Group) -> Iterator[tuple[Placement, torch.Tensor]]:
         """The outputs of a group of ``plan.gathered``, whole."""

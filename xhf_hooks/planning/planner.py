@@ -178,7 +178,7 @@ def _group(
 def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
     if entry.reads != tuple(spec.name for spec in group.reads):
         raise PlanError(f'{entry.hf_name}: made together with {group.placements[0].hf_name}, but from other tensors')
-    numels, end = [math.prod(spec.shape) for spec in group.reads], placement.run.stop
+    numels, end = [math.prod(spec.shape) for spec in group.reads], placement.source_range.stop
     fits = len(numels) == 1 and (end == numels[0] if entry.combine is None else end <= numels[0])
     if placement.source_offset is not None and not fits:
         raise PlanError(

@@ -99,7 +99,10 @@ class Round:
 
 def portions_of(group: Group) -> list[Portion]:
     """Each output of a group that is not gathered, with the elements that each rank holds."""
-    return [Portion(group.reads[0], placement, group.spread.within(placement.run)) for placement in group.placements]
+    return [
+        Portion(group.reads[0], placement, group.spread.within(placement.source_range))
+        for placement in group.placements
+    ]
 
 
 def read_by_owner(portion: Portion) -> Portion:

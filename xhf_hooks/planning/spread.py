@@ -80,9 +80,9 @@ class Spread:
         """The first of the ranks that hold what this rank holds."""
         return rank - sum(rank // stride % size * stride for stride, size in self.copied)
 
-    def within(self, run: range) -> Spread:
+    def within(self, part: range) -> Spread:
         """The spread of a range of the elements, counted from the start of the range."""
-        return replace(self, numel=len(run), skipped=self.skipped + run.start)
+        return replace(self, numel=len(part), skipped=self.skipped + part.start)
 
 
 def on_one_rank(numel: int, rank: int) -> Spread:

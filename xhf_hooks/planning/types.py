@@ -132,7 +132,7 @@ class Placement:
     source_offset: int | None = None
 
     @property
-    def run(self) -> range:
+    def source_range(self) -> range:
         """Its elements in the group's only source tensor, if they are consecutive there."""
         first = self.source_offset or 0
         return range(first, first + math.prod(self.shape))

@@ -29,7 +29,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
 from xhf_hooks.saves.telemetry import Progress, SaveClock
 from xhf_hooks.sources.host_memory import SnapshotMemory
-from xhf_hooks.sources.replicated import Copies, require_equal
+from xhf_hooks.sources.replicated import require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.calls import naming
 from xhf_hooks.writers.output_file import FileIdentity
@@ -71,12 +71,10 @@ class Save:
         Raises:
             SharedError: A rank failed, or ranks hold different models.
         """
-        saver, collective = self._saver, self._collective
+        saver = self._saver
         with self._stage('compare'):
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
-            copies = Copies(saver.source, specs, collective.rank, collective.world_size)
-            if copies.names:
-                require_equal(copies, collective)
+            require_equal(saver.source, specs, self._collective)
 
     def copy(self, memory: SnapshotMemory, beside: Collective) -> None:
         """Copy what is to be saved, since training will change it.

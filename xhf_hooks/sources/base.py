@@ -41,8 +41,16 @@ class Source:
     As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where nothing is gathered but the fp32 masters, which are
     spread over the ranks. Other engines override what differs.
 
-    A save calls, on all ranks and in this order: :meth:`specs` and :meth:`spread`; then :meth:`local_shard` any number
-    of times; then, inside one :meth:`opened`, :meth:`gathered` any number of times.
+    The contract. A source is made for each save, on all ranks, and never changes the model. In this order:
+
+    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`. They read no data, and give the same on all
+       ranks, or ranks do not hold the same model.
+    2. :meth:`replicated` and :meth:`local_shard`, any number of times, for tensors that :meth:`spread` names. They do
+       not communicate; ranks may call them at any time and in any order.
+    3. :meth:`require_room`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all others. All
+       ranks call it with the same specs in the same order; a rank that fails in it has taken part first.
+
+    Where a spec has ``from_master``, its fp32 master is read.
 
     Attributes:
         memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.

@@ -86,12 +86,12 @@ class SliceReader:
             mine, placement = portion.held_by(self._rank), portion.placement
             own = self._shard(portion) if mine else None
             for start in mine[::_PART_NUMEL]:
-                first = placement.run.start + start - own.start
+                first = placement.source_range.start + start - own.start
                 part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
                 yield to_host(placement, part.to(TORCH_DTYPES[placement.dtype]), start * portion.width)
 
     def _shard(self, portion: Portion) -> LocalShard:
-        spec, held, first = portion.read, portion.spread.held_by(self._rank), portion.placement.run.start
+        spec, held, first = portion.read, portion.spread.held_by(self._rank), portion.placement.source_range.start
         if self._last is None or self._last[0] != spec.name:
             self._last = spec.name, self._source.local_shard(spec)
         own = self._last[1]

@@ -23,11 +23,31 @@ _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
-class Copies:
-    """What several ranks hold of a model, and this rank's checksums of it. Makes no collective call.
+def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> None:
+    """Compare what several ranks hold of these tensors. Runs on: all ranks.
 
-    Args:
-        specs: The tensors that a save reads.
+    Raises:
+        RanksDifferError: A tensor differs.
+        AgreedError: A rank cannot read what it holds.
+    """
+    with collective.stage('compare'):
+        copies = _Copies(source, specs, collective)
+    if not copies.names:
+        return
+    digests = collective.all_reduce(copies.digests, 'SUM', 'compare')
+    are_equal = True
+    with collective.stage('compare'):
+        are_equal = copies.are_equal(digests)
+    if are_equal:
+        return
+    everyone, difference = collective.all_gather(copies.checksums), ''
+    with collective.stage('compare'):
+        difference = copies.difference(everyone)
+    raise RanksDifferError(difference)
+
+
+class _Copies:
+    """What several ranks hold of a model, and this rank's checksums of it. Makes no collective call.
 
     Attributes:
         names: Of the tensors of which several ranks hold the same elements.
@@ -35,15 +55,16 @@ class Copies:
         digests: A row for each way in which copies are spread, a column for each rank; zero but for this rank's.
     """
 
-    def __init__(self, source: Source, specs: Sequence[TensorSpec], rank: int, world_size: int) -> None:
+    def __init__(self, source: Source, specs: Sequence[TensorSpec], collective: Collective) -> None:
         spreads = source.replicated(specs)
+        world_size = collective.world_size
         self.names, self._spreads = [spec.name for spec in spreads], list(spreads.values())
         of_mesh = {spread.copied: spread for spread in self._spreads}
         self._firsts = {mesh: [spread.first_holder(r) for r in range(world_size)] for mesh, spread in of_mesh.items()}
-        self.checksums = checksums_of(list(spreads), source)
+        self.checksums = _checksums_of(list(spreads), source)
         self.digests = np.zeros((len(self._firsts), world_size), np.int64)
         for row, mesh in zip(self.digests, self._firsts, strict=True):
-            row[rank] = crc32(self.checksums[[spread.copied == mesh for spread in self._spreads]].tobytes())
+            row[collective.rank] = crc32(self.checksums[[spread.copied == mesh for spread in self._spreads]].tobytes())
 
     def are_equal(self, digests: np.ndarray) -> bool:
         """Whether all copies are, by the sum of all ranks' digests."""
@@ -63,31 +84,12 @@ class Copies:
         )
 
 
-def checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:
+def _checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:
     """Checksums of what this rank holds of each tensor. Waits once for a device."""
     if not specs:
         return np.zeros(0, np.int64)
     sums = [_checksum(source.local_shard(spec).elements) for spec in specs]
     return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()
-
-
-def require_equal(copies: Copies, collective: Collective) -> None:
-    """Compare what several ranks hold. Runs on: all ranks.
-
-    Raises:
-        RanksDifferError: A tensor differs.
-    """
-    collective.agree('compare')
-    digests = collective.all_reduce(copies.digests, 'SUM', 'compare')
-    are_equal = True
-    with collective.stage('compare'):
-        are_equal = copies.are_equal(digests)
-    if are_equal:
-        return
-    everyone, difference = collective.all_gather(copies.checksums), ''
-    with collective.stage('compare'):
-        difference = copies.difference(everyone)
-    raise RanksDifferError(difference)
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
