@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize('turn', range(metafunc.config.getoption('--times')), scope='module')
 
 
-@pytest.hookimpl(trylast=True)  # of what -m, -k and paths have chosen
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for another stack, or needs what this machine lacks."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Of what ``-m`` and ``-k`` choose, leave out what is for another stack, or needs what this machine lacks.
+
+    All of tests/stress is in the second tier, since it takes long.
+    """
+    for item in items:
+        if item.path.is_relative_to(TESTS / 'stress'):
+            item.add_marker(pytest.mark.needs())
+    yield
     config.stash[LEFT_OUT] = Counter()
     collected = []
     for item in items:

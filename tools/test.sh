@@ -113,11 +113,9 @@ run() {
     [[ $? -eq 0 ]] || echo "$name" >>"$logs/failed"
 }
 
-# Begin rows in the background; the functions end with the run that is shown as it goes, and then with all others.
 first_tier() {
-    (run lint lint; run unit test_modern unit -m 'not needs' tests/unit) &
-    (run commands test_modern commands -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack) &
-    show distributed test_modern distributed -m 'not needs' tests/distributed
+    (run lint lint; run unit test_modern unit -m 'not needs' tests/unit tests/e2e --ignore=tests/e2e/xtuner_stack) &
+    show ranks test_modern ranks -m 'not needs' tests/distributed
 }
 
 second_tier() {
@@ -130,8 +128,9 @@ second_tier() {
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
     (run xtuner test_xtuner; run transformers4 test_transformers4; run docs build_docs) &
-    show stress test_modern stress --complete tests/stress
-    show needs test_modern needs --complete -m needs tests/{unit,distributed,e2e} --ignore=tests/e2e/xtuner_stack
+    local files
+    mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py')
+    show stress test_modern stress --complete -m needs tests/stress "${files[@]}"
     wait "$compiling"
 }
 
@@ -154,7 +153,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit commands xtuner transformers4 docs; do
+    for name in lint unit xtuner transformers4 docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
