@@ -53,14 +53,13 @@ class Collective:
 
     Args:
         timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
-        connect_timeout_secs: How long connecting may take once all ranks have called the constructor.
 
     Raises:
         RankLostError: A rank did not connect.
         LimitError: This process may not open as many files as there are ranks.
     """
 
-    def __init__(self, timeout_secs: float = 7200.0, connect_timeout_secs: float = CONNECT_TIMEOUT_SECS) -> None:
+    def __init__(self, timeout_secs: float = 7200.0) -> None:
         self.rank, self.world_size = rank_and_world_size()
         # What else refers to these keeps the connections open when they are closed, and ranks waiting for this one
         self._group: Any = None
@@ -71,7 +70,7 @@ class Collective:
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._wait_for_all()
-            self._group = self._connect(connect_timeout_secs)
+            self._group = self._connect()
 
     @classmethod
     def reused(cls) -> Collective:
@@ -88,21 +87,16 @@ class Collective:
         return found
 
     def agree(self, stage: str) -> None:
-        """Raise on every rank if any rank remembers an error. Runs on: all ranks.
+        """Raise the same error on every rank if any rank remembers one. Runs on: all ranks.
 
         Raises:
-            AgreedError: Some rank failed; the same on every rank.
+            AgreedError: Some rank failed.
             RankLostError: A rank did not answer.
         """
         self.any(False, stage)
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
-        """Whether the flag is set on any rank. An agreement, too. Runs on: all ranks.
-
-        Raises:
-            AgreedError: As :meth:`agree`.
-            RankLostError: A rank did not answer.
-        """
+        """Whether the flag is set on any rank. It is an agreement, too, with the errors of :meth:`agree`."""
         own, self._remembered = self._remembered, None
         vote = _FAILED if own is not None else int(flag)
         most = int(self.all_reduce(np.array([vote], np.uint8), 'MAX', stage)[0])
@@ -115,10 +109,7 @@ class Collective:
 
     @contextmanager
     def remembering(self, stage: str) -> Iterator[None]:
-        """Keep an error of a block for the next agreement; until then this rank takes part as usual.
-
-        Only the first is kept.
-        """
+        """Keep the first error for the next agreement; until then this rank takes part as usual."""
         try:
             yield
         except Exception as error:  # of any type: every rank must learn of it
@@ -126,7 +117,7 @@ class Collective:
 
     @property
     def is_failing(self) -> bool:
-        """Whether this rank remembers a failure."""
+        """Whether this rank remembers an error."""
         return self._remembered is not None
 
     @contextmanager
@@ -325,17 +316,17 @@ class Collective:
                 f'{self._timeout.total_seconds():.0f} s: they died, or did not make that save; all ranks must'
             )
 
-    def _connect(self, timeout_secs: float) -> dist.ProcessGroup:
+    def _connect(self) -> dist.ProcessGroup:
         # A new group is bound to the device of the default group, for which gloo has no backend unless that is CUDA's
         default = dist.group.WORLD
         bound, default.bound_device_id = default.bound_device_id, None
         # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long
         try:
-            group = dist.new_group(backend='gloo', timeout=timedelta(seconds=timeout_secs))
+            group = dist.new_group(backend='gloo', timeout=timedelta(seconds=CONNECT_TIMEOUT_SECS))
         except RuntimeError as error:
             raise RankLostError(
-                f'rank {self.rank} did not connect to all {self.world_size} ranks within {timeout_secs:.0f} s, before '
-                f'a save: a rank died, or its host name resolves to 127.0.x.x, where other '
+                f'rank {self.rank} did not connect to all {self.world_size} ranks within {CONNECT_TIMEOUT_SECS:.0f} s, '
+                f'before a save: a rank died, or its host name resolves to 127.0.x.x, where other '
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
         finally:

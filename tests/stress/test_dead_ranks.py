@@ -123,13 +123,11 @@ def save_late(out_dir: Path) -> str:
     """Rank 0 evaluates for longer than connecting may take, before the first save. Runs on: all ranks."""
     import torch.distributed as dist
 
-    from xhf_hooks import save_hf
-    from xhf_hooks.collective import Collective
+    from xhf_hooks import collective, save_hf
 
     if dist.get_rank() == 0:
         time.sleep(6)
-    impatient = partial(Collective.__init__, connect_timeout_secs=3.0)
-    with mock.patch.object(Collective, '__init__', lambda self: impatient(self)):
+    with mock.patch.object(collective, 'CONNECT_TIMEOUT_SECS', 3.0):
         return what_came(lambda: save_hf(llama(), out_dir))[0]
 
 
