@@ -22,14 +22,14 @@ INTERRUPTED_AT, LAST = 3, 4
 
 
 @contextmanager
-def slow_disk() -> Iterator[None]:
+def slow_disk(write_secs: float = WRITE_SECS) -> Iterator[None]:
     """A save in the background is in flight for some iterations."""
     from xhf_hooks.writers.output_file import OutputFile
 
     write = OutputFile.write
 
     def write_slowly(self: OutputFile, *args: Any) -> None:
-        time.sleep(WRITE_SECS)
+        time.sleep(write_secs)
         write(self, *args)
 
     with mock.patch.object(OutputFile, 'write', write_slowly):

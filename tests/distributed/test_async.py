@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests.distributed.test_again import slow_disk
 from tests.distributed.test_hook_runs import log_dir_of, log_of, run, saves
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.ranks.launch import run_program
@@ -31,15 +31,7 @@ N_WRITES = 21  # one tensor each
 
 def slowed(work_dir: Path) -> str:
     """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
-    from xhf_hooks.writers.output_file import OutputFile
-
-    write = OutputFile.write
-
-    def write_slowly(self: OutputFile, *args: Any) -> None:
-        time.sleep(WRITE_SECS)
-        write(self, *args)
-
-    with mock.patch.object(OutputFile, 'write', write_slowly):
+    with slow_disk(WRITE_SECS):
         return run(dict(hook=dict(EVERY, async_save=True, interval=LAST - 1), stage=3, max_iters=LAST), work_dir)
 
 

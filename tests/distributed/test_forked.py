@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -37,42 +36,33 @@ def become(work: Callable[[], None], number: int | None = None) -> int:
 
 def main() -> None:
     """A run that forks during a background save; prints how each child and the save ended."""
-    from tests.helpers.models.zoo.llamas import odd_llama
-    from xhf_hooks.options import RunOptions
+    from tests.distributed.test_ends import Run
     from xhf_hooks.places.lock import RunLock
-    from xhf_hooks.planning.types import Step
-    from xhf_hooks.saves.manager import CheckpointManager
-    from xhf_hooks.saves.telemetry import RunLog
-    from xhf_hooks.saves.unwrap import unwrap
     from xhf_hooks.writers.output_file import OutputFile
 
-    folder = Path(sys.argv[1]) / 'hf_model'
-    options = RunOptions(bucket_size='1MB', async_save=True)
-    log = RunLog(logging.getLogger('test'), 'test')
-    saves = CheckpointManager(unwrap(odd_llama()), folder, options, log, when='now')
+    run = Run(Path(sys.argv[1]), bucket_size='1MB', async_save=True)
     write, go_on = OutputFile.write, threading.Event()
     OutputFile.write = lambda self, *args: (go_on.wait(), write(self, *args))[1]
-    saves.save(Step('iter', 3, 3))
+    run.save(3)
 
     def forget() -> None:
-        nonlocal saves
-        saves = None
+        run.saves = None
         gc.collect()
 
     told = {
         'terminated': become(signal.pause, signal.SIGTERM),
         'ended': become(lambda: None),
-        'closed': become(saves.close),
+        'closed': become(run.saves.close),
         'forgot': become(forget),
-        'lock_is_held': not RunLock(folder).acquire(),
+        'lock_is_held': not RunLock(run.folder).acquire(),
         'handler_is_there': callable(signal.getsignal(signal.SIGTERM)),
-        'committed_before': folder.exists(),
+        'committed_before': run.folder.exists(),
     }
     go_on.set()
-    saves.collect()
-    saves.close()
-    told['saved'] = assert_whole(folder)
-    told['lock_is_free'] = not (folder.parent / '.hf_model.lock').exists()
+    run.saves.collect()
+    run.saves.close()
+    told['saved'] = assert_whole(run.folder)
+    told['lock_is_free'] = not (run.folder.parent / '.hf_model.lock').exists()
     print(json.dumps(told))
 
 

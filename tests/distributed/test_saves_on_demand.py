@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.distributed.test_async import files_of
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.ranks.launch import run_ranks
@@ -103,10 +104,6 @@ def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('on_demand')
     results = run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 3)
     return root, partial(check, results)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob('*.safetensors')}
 
 
 def only_log_dir(root: Path, name: str) -> Path:
