@@ -88,10 +88,10 @@ class Save:
         with self._stage('snapshot'):
             self._chunks = Snapshot(self._saver.plan, self._saver.source, memory, self._collective).chunks(beside)
             self._clock.meter.sample()
+        self._clock.begin('staging')  # for which the other thread may have to wait
         self._collective = beside
         self.in_background = True
         self._clock.training_goes_on()
-        self._clock.begin('staging')  # for which the other thread may have to wait
 
     def write_and_commit(self) -> CommittedCheckpoint:
         """All that comes after the copy.
@@ -101,7 +101,8 @@ class Save:
         """
         with self._collective.stage('save'):
             try:
-                staging, files = self._open_staging()
+                self._clock.begin('staging')
+                staging, files = self._collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
                 committed = self._commit(tally)
@@ -126,12 +127,7 @@ class Save:
             yield
 
     def _open_staging(self) -> tuple[str, dict[str, FileIdentity]]:
-        """Make the staging folder; returns its name, and the files that ranks write into."""
-        self._clock.begin('staging')
-        return self._collective.from_rank0('staging', self._make_staging)
-
-    def _make_staging(self) -> tuple[str, dict[str, FileIdentity]]:
-        """Runs on: rank 0."""
+        """Make the staging folder; returns its name, and the files that ranks write into. Runs on: rank 0."""
         saver, target = self._saver, self._target
         with naming(target.path):
             staging = target.open_staging()
