@@ -110,37 +110,16 @@ def refusal_of(train: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def refused(what: Any, work_dir: Path) -> str:
+def refused(options: dict[str, Any], work_dir: Path) -> str:
     """Runs on: all ranks."""
-    import torch.distributed as dist
-
-    options = {} if callable(what) else what
-    hook = {'out_dir': str(work_dir / 'hf'), **options.get('hook', {})}
+    hook = {**options.get('hook', {})}
     if hook.get('tokenizer') == 'large_tokenizer':
         hook['tokenizer'] = str(work_dir.with_name('large_tokenizer'))
-    if dist.get_rank() == 0 and callable(what):
-        work_dir.mkdir()
-        what(work_dir / 'hf')
-    dist.barrier()
     return refusal_of(partial(run, {**options, 'hook': hook, **DDP}, work_dir))
 
 
-def _make_file(out_dir: Path) -> None:
-    out_dir.write_text('mine')
-
-
-def _hold_lock(out_dir: Path) -> None:
-    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-
-    _HELD.append(CheckpointFolder(out_dir, max_keep=1))
-    _HELD[-1].claim()
-
-
-_HELD: list[Any] = []
-#: Name to what is done to out_dir before, or the options of `run_config`; and expected in the message.
-REFUSED: dict[str, tuple[Any, str]] = {
-    'target_is_a_file': (_make_file, 'is not a folder'),
-    'target_in_use': (_hold_lock, 'is in use by process'),
+#: Name to the options of `run_config`, and expected in the message.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'nothing_is_ever_due': (dict(hook=dict(interval=500, save_last=False)), 'option interval'),
     'no_scores': (dict(hook=dict(save_best='auto', interval=-1, save_last=False)), 'a validation for save_best'),
     'no_tokenizer_there': (dict(hook=dict(tokenizer='/nowhere')), 'option tokenizer'),
@@ -178,7 +157,7 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
     scenarios |= {source: partial(with_tokenizer, source, root / source) for source in TOKENIZER_SOURCES}
     scenarios['beside_others'] = partial(beside_others, root / 'beside_others')
-    scenarios |= {name: partial(refused, what, root / name) for name, (what, _) in REFUSED.items()}
+    scenarios |= {name: partial(refused, options, root / name) for name, (options, _) in REFUSED.items()}
     return root, run_scenarios(scenarios, 2)
 
 
