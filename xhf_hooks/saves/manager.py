@@ -71,7 +71,7 @@ class CheckpointManager:
         suffixes: Of the names of other folders, each for one save, such as the best.
         on_committed: Called with each committed save, in the thread that trains.
         on_result: Called there on rank 0 with the step of a save and the numbers that ``on_saved`` printed for it.
-        collective: Used and left open; None creates one.
+        collective: Closed with this, unless it is for reuse; None creates one.
 
     Attributes:
         log: The log of the run.

@@ -46,13 +46,19 @@ class RandomSignals(Hook):
     def _count_saves(self, runner: Any) -> None:
         """Also counts requests for an iteration that was already saved."""
         saves = next(hook for hook in runner.hooks if type(hook).__name__ == 'HFCheckpointHook')._saves
-        save = saves._save_asked
+        is_due, save_if_asked = saves._requests.is_due, saves.save_if_asked
+        found: list[bool] = []
 
-        def counted(step: Any) -> None:
-            save(step)
-            self.saved.append(step.iteration)
+        def noted(**how: bool) -> bool:
+            found.append(is_due(**how))
+            return found[-1]
 
-        saves._save_asked = counted
+        def counted(step: Any, **how: bool) -> None:
+            save_if_asked(step, **how)
+            if found.pop():
+                self.saved.append(step.iteration)
+
+        saves._requests.is_due, saves.save_if_asked = noted, counted
 
     def _send_next(self, runner: Any) -> None:
         self._n_sent += 1
