@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -142,7 +144,30 @@ def call_again(root: Path) -> list[Any]:
     return [*told, assert_whole(committed.path), groups() == before]
 
 
-SCENARIOS = {'trainer': trainer_again, 'runner': runner_again, 'call': call_again}
+def never_closed(root: Path) -> list[bool]:
+    """Whether the model of a run that raised is still in memory, with all that works beside it. Runs on: all ranks."""
+    from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
+
+    from tests.helpers.runs.toy_run import run_config, train
+
+    models: list[weakref.ref[Any]] = []
+
+    @HOOKS.register_module(force=True)
+    class EndingHook(Hook):
+        def after_train_iter(self, runner: Any, *others: Any, **more: Any) -> None:
+            models.append(weakref.ref(runner.model))
+            raise RuntimeError('training failed')
+
+    hook = dict(interval=1, by_epoch=False, async_save=True, save_best='acc', on_saved=['echo', '{"a": 1}'])
+    hook['upload_to'] = (root / 'store').as_uri()
+    ending = [dict(type='EndingHook')]
+    error_of(lambda: train(run_config(root / 'run', hook=hook, stage=None, ddp=True, scores=[0.5], hooks=ending)))
+    gc.collect()
+    return [model() is not None for model in models]
+
+
+SCENARIOS = {'trainer': trainer_again, 'runner': runner_again, 'call': call_again, 'never_closed': never_closed}
 
 
 @pytest.fixture(scope='module')
@@ -168,3 +193,7 @@ def test_runner_again(results):
 def test_save_hf_again(results):
     for told in check(results, 'call'):
         assert told == [True] * 5 + [7, True]
+
+
+def test_the_model_of_a_run_that_was_never_closed_is_not_kept_in_memory(results):
+    assert check(results, 'never_closed') == [[False]] * 2
