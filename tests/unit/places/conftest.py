@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +60,14 @@ def commit_with(folder: CheckpointFolder, number: int, name: str, text: str) -> 
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     folder.commit(WrittenSave(plan, tensors, iteration(number)))
+
+
+def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, instead_of: Callable[..., Any]) -> Any:
+    """A function of the system that fails for some arguments."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if when(*args):
+            raise OSError(number, os.strerror(number))
+        return instead_of(*args, **options)
+
+    return call

@@ -5,32 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
-from tests.unit.places.conftest import LOCK, commit_with, hidden
+from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import sweep_dead_runs
 from xhf_hooks.places.file_system import new_name
-
-
-def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, instead_of: Callable[..., Any]) -> Any:
-    """A function of the system that fails for some arguments."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        if when(*args):
-            raise OSError(number, os.strerror(number))
-        return instead_of(*args, **options)
-
-    return call
 
 
 def own_folder(path: Path) -> None:

@@ -1,0 +1,85 @@
+"""One run at a time per folder, and sweeping that leaves live runs alone; processes that die are in test_kills."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from unittest import mock
+
+import pytest
+
+from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whole, visible
+from tests.unit.places.conftest import failing, hidden
+from xhf_hooks.errors import TargetError
+from xhf_hooks.places import lock
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.claim import claim_targets
+
+
+def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_ending(tmp_path, claim):
+    first, second = claim(), CheckpointFolder(tmp_path / 'hf_model', 1)
+    with pytest.raises(TargetError, match=re.escape(f'in use by process {os.getpid()} on ')) as caught:
+        second.claim()
+    assert 'out_dir' in str(caught.value)
+    threading.Timer(0.5, first.release).start()
+    second.claim()
+    second.release()
+    second.release()  # a second time is no error
+    assert hidden(tmp_path) == set()
+
+
+@pytest.mark.parametrize('kind', ['no locks', 'local locks'])
+def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypatch, claim, said, kind):
+    """As on Lustre without ``flock``, and with ``localflock``."""
+    if kind == 'local locks':
+        monkeypatch.setattr(lock, '_locks_are_local', lambda fd: True)
+    else:
+        monkeypatch.setattr(lock.fcntl, 'flock', failing(errno.ENOSYS, instead_of=lock.fcntl.flock))
+    for left in ('', 'process 1 on far-away'):
+        if left:
+            (tmp_path / '.hf_model.lock').write_text(left)
+        folder = claim()
+        commit_one(folder, 5)
+        folder.release()
+        assert not folder.lock.is_seen
+        assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+        assert len(said) == bool(left) and all(left in each for each in said)
+
+
+def test_a_run_whose_lock_was_removed_leaves_that_of_the_next_one(tmp_path, claim):
+    """It was taken for dead, and its lock file was removed, as the error says."""
+    thought_dead = claim()
+    thought_dead.lock.path.unlink()
+    later = claim()
+    thought_dead.release()
+    assert not CheckpointFolder(tmp_path / 'hf_model', 1).lock.acquire()
+    later.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('why', ['it lives', 'it is protected'])
+def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, said, why):
+    """A run that lives; the leftovers of a colleague, or in a folder that was made read-only. The others are swept."""
+    dead, other = (CheckpointFolder(tmp_path / name / 'hf_model', 1) for name in ('dead', 'other'))
+    for folder in (dead, other):
+        folder.path.parent.mkdir()
+    if why == 'it lives':
+        other.claim()
+    else:
+
+        def is_protected(path: object, *flags: object) -> bool:
+            return path == other.lock.path
+
+        monkeypatch.setattr(os, 'open', failing(errno.EACCES, when=is_protected, instead_of=os.open))
+    staged = put_partial(other, '.hf_model.staging-0000000000aa')
+    put_whole(dead, '.hf_model.previous-0000000000aa', 3)
+    put_partial(dead, '.hf_model.staging-0000000000bb')
+    log = mock.Mock()
+    claim_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], sweep=tmp_path)
+    log.info.assert_called_once_with(f'removed what a killed run left in {dead.path.parent}')
+    assert staged.is_dir() and visible(dead.path.parent) == {'hf_model': 3} and hidden(dead.path.parent) == set()
+    warnings = [call.args[0] for call in log.warning.call_args_list]
+    assert len(warnings) == (why == 'it is protected')
+    assert all(str(staged.parent) in each and 'Permission denied' in each for each in warnings)
