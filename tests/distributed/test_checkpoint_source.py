@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_equivalence import build_model
-from tests.helpers.checks.compare import folder_tensors
-from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
+from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 from xhf_hooks.errors import CheckpointError

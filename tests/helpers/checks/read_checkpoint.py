@@ -38,14 +38,3 @@ def read_tensors(stored: Iterable[StoredTensor], from_master: bool = False) -> d
             one.read_into(start, flat[start:end], from_master=from_master)
         tensors.update(dict.fromkeys((one.name, *one.aliases), tensor))
     return tensors
-
-
-def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare names, shapes, dtypes and bytes."""
-    import torch
-
-    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-    for name, tensor in expected.items():
-        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
-        ours, theirs = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor))
-        assert torch.equal(ours, theirs), name

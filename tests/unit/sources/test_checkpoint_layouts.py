@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, optim, some_weights
 
 WEIGHTS = some_weights()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
 from tests.helpers.runs.torch_zip import Call
 from xhf_hooks.errors import CheckpointError
 

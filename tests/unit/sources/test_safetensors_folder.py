@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.helpers.checks.read_checkpoint import assert_same_tensors, read_tensors
+from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.read_checkpoint import read_tensors
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.sources.stored_tensors import base_weights
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.checks.read_checkpoint import assert_same_tensors, open_checkpoint, read_all
+from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
 from tests.helpers.runs.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
