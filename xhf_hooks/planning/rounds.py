@@ -30,11 +30,6 @@ class Portion:
     number: int = 0
     count: int = 1
 
-    @property
-    def holders(self) -> range:
-        """The ranks that send something, and possibly some that do not."""
-        return self.spread.holders
-
     def held_by(self, rank: int) -> range:
         """The elements of the placement that a rank sends."""
         held = self.spread.held_by(rank)
@@ -77,22 +72,30 @@ class Round:
         """Receiving rank to the bytes of the message that ``sender`` sends it."""
         nbytes: Counter[int] = Counter()
         for portion in self.portions:
-            nbytes[portion.placement.owner] += portion.nbytes_of(sender)
-        return {owner: found for owner, found in nbytes.items() if found and owner != sender}
+            if portion.placement.owner != sender and portion.held_by(sender):
+                nbytes[portion.placement.owner] += portion.nbytes_of(sender)
+        return dict(nbytes)
+
+    def arriving(self, owner: int) -> Iterator[tuple[int, Portion, range]]:
+        """What an owner receives: from each rank, elements of portions, in the order of that rank's message."""
+        for portion in self.for_owner(owner):
+            for sender in portion.spread.holders:
+                held = portion.held_by(sender)
+                if held and sender != owner:
+                    yield sender, portion, held
 
     def incoming(self, owner: int) -> dict[int, int]:
         """Sending rank to the bytes of its message to ``owner``."""
         nbytes: Counter[int] = Counter()
-        for portion in self.for_owner(owner):
-            for sender in portion.holders:
-                nbytes[sender] += portion.nbytes_of(sender)
-        return {sender: found for sender, found in nbytes.items() if found and sender != owner}
+        for sender, portion, held in self.arriving(owner):
+            nbytes[sender] += len(held) * portion.width
+        return dict(nbytes)
 
     def most_incoming_nbytes(self, owner: int) -> int:
         """An upper bound of the sum of :meth:`incoming`, computed without a loop over ranks."""
         most = 0
         for portion in self.for_owner(owner):
-            rounded = len(portion.holders) * portion.width if portion.count > 1 else 0
+            rounded = len(portion.spread.holders) * portion.width if portion.count > 1 else 0
             most += -(-portion.placement.nbytes // portion.count) + rounded - portion.nbytes_of(owner)
         return most
 

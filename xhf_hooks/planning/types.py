@@ -206,11 +206,6 @@ class SavePlan:
     digest: str
 
     @property
-    def sent(self) -> list[Placement]:
-        """The placements that are sent to their owners."""
-        return [p.placement for at_once in self.rounds for p in at_once.portions if p.number == 0]
-
-    @property
     def reads(self) -> tuple[TensorSpec, ...]:
         """The source tensors that a save reads, each once, in the order of the plan."""
         in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
@@ -224,8 +219,9 @@ class SavePlan:
 
     @property
     def placements(self) -> list[Placement]:
-        in_groups = (p for group in (*self.sliced, *self.gathered) for p in group.placements)
-        return [*self.sent, *in_groups]
+        sent = (portion.placement for at_once in self.rounds for portion in at_once.portions if portion.number == 0)
+        in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
+        return [*sent, *in_groups]
 
     @property
     def nbytes(self) -> int:

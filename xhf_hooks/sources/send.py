@@ -47,8 +47,14 @@ class SliceSender:
     """
 
     def __init__(self, plan: SavePlan, read: ReadSlices, collective: Collective, *, pinned: bool = False) -> None:
-        self._rounds, self._read, self._collective, self._pinned = plan.rounds, read, collective, pinned
+        self._rounds = plan.rounds
+        self._read = read
+        self._collective = collective
+        self._pinned = pinned
         self._rank = collective.rank
+        # Made when all ranks can learn that there is no memory for them
+        self._pool = BufferPool(0, 0)
+        self._room = host_memory(0)
         self._packed: list[torch.Tensor] = []
 
     def chunks(self) -> Generator[Chunk, None, None]:
@@ -117,13 +123,10 @@ class SliceSender:
             return
         yield from self._read(number, self._rank, in_host_memory)
         done = dict.fromkeys(arrived, 0)
-        for portion in self._rounds[number].for_owner(self._rank):
-            for sender in portion.holders:
-                held = portion.held_by(sender)
-                if held and sender != self._rank:
-                    start, done[sender] = done[sender], done[sender] + len(held) * portion.width
-                    data = arrived[sender][start : done[sender]].numpy().data
-                    yield Chunk(portion.placement, data, held.start * portion.width)
+        for sender, portion, held in self._rounds[number].arriving(self._rank):
+            start, done[sender] = done[sender], done[sender] + len(held) * portion.width
+            data = arrived[sender][start : done[sender]].numpy().data
+            yield Chunk(portion.placement, data, held.start * portion.width)
 
 
 def _fill(message: torch.Tensor, read: Callable[[ToHost], Iterable[Chunk]]) -> None:
