@@ -19,7 +19,15 @@ from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import frontends as doors
-from tests.helpers.runs.fsdp_runs import accelerates, config_alone, plain_dcp, shard, strategy_run
+from tests.helpers.runs.fsdp_runs import (
+    accelerates,
+    config_alone,
+    plain_dcp,
+    save_whole,
+    shard,
+    strategy_run,
+    whole_state,
+)
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 
@@ -43,17 +51,9 @@ RUNS: dict[str, Any] = {
 }
 
 
-def whole_state(model: Any) -> dict[str, Any]:
-    """By torch itself, on every rank."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-
-
 def save_case(model_kind: str, kind: str, root: Path) -> None:
     """Runs on: all ranks."""
     import torch
-    import torch.distributed as dist
 
     from xhf_hooks import save_hf
 
@@ -70,11 +70,7 @@ def save_case(model_kind: str, kind: str, root: Path) -> None:
     save_hf(model, root / 'bf16', dtype='bfloat16')
     if model_kind == 'lora':
         save_hf(model, root / 'merged', lora='merge')
-    state = whole_state(model)
-    if dist.get_rank() == 0:
-        whole = build()
-        whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
-        whole.save_pretrained(root / 'theirs', max_shard_size=20_000)
+    save_whole(model, build(), root / 'theirs')
 
 
 def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:

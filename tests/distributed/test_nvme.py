@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import engines
-from tests.helpers.runs.engines import zero_engine
+from tests.helpers.runs.engines import train_one_step, zero_engine
 
 pytestmark = pytest.mark.needs('compiler', 'libaio-dev')
 
@@ -54,14 +54,6 @@ def build_engine(name: str, root: Path) -> Any:
 def save_folder(model: Any, folder: Path, **how: Any) -> None:
     """With buckets that are small for this model; the default is for models that are a thousandth of it."""
     engines.save_folder(model, folder, **{'bucket_size': BUCKET_SIZE, **how})
-
-
-def train_one_step(engine: Any) -> None:
-    import torch
-
-    tokens = torch.arange(8).reshape(1, -1)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
 
 
 def count_on_nvme(engine: Any) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.models.adapted import adapt, assert_rounded_once
 from tests.helpers.ranks.scenarios import check, run_scenarios
-from tests.helpers.runs.engines import names_read, save_folder, zero_engine
+from tests.helpers.runs.engines import names_read, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.zero_config import zero_config
 
 pytestmark = pytest.mark.modern_only
@@ -64,8 +64,6 @@ def save_split(name: str, root: Path) -> tuple[Any, Any]:
     """Save before and after training. Returns where parameters lie before these saves and after."""
     import torch.distributed as dist
 
-    from tests.distributed.test_equivalence import train_one_step
-
     build, stage, section = SPLIT[name]
     model = build()
     if dist.get_rank() == 0:
@@ -91,8 +89,6 @@ def save_adapted(root: Path) -> None:
     """Train adapters of layers beside those that are split."""
     import torch
     import torch.distributed as dist
-
-    from tests.distributed.test_equivalence import train_one_step
 
     model = adapt(build_model(), torch.bfloat16)
     engine = zero_engine(model, 1, sections={'tensor_parallel': split(*MLP_LAYERS)})

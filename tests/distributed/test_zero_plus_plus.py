@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.ranks.scenarios import check, run_scenarios
-from tests.helpers.runs.engines import names_read, save_folder, zero_engine
+from tests.helpers.runs.engines import names_read, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.zero_config import zero_config
 
 N_RANKS, GROUP_SIZE = 4, 2
@@ -44,8 +44,6 @@ def save_all(model: Any, folder: Path) -> dict[str, bool]:
 
 def save_hpz(root: Path) -> dict[str, set[bool]]:
     """Whether parameters have a second copy within their group, before saves and after."""
-    from tests.distributed.test_equivalence import train_one_step
-
     for name, options in {'plain': {}, 'hpz': dict(zero_hpz_partition_size=GROUP_SIZE)}.items():
         engine = zero_engine(build_model(), 3, **options)
         save_all(engine.module, root / name / 'untrained')

@@ -51,6 +51,15 @@ def zero_engine(
     return engine
 
 
+def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
+    """With 8 tokens that are the same on each rank."""
+    import torch
+
+    tokens = torch.arange(8).reshape(1, -1)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
     from xhf_hooks.options import SaveOptions

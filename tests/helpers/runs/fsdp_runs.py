@@ -55,6 +55,23 @@ def shard(model: Any, kind: str) -> Any:
     )
 
 
+def whole_state(model: Any) -> dict[str, Any]:
+    """By torch itself, on every rank."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def save_whole(model: Any, whole: Any, folder: Path) -> None:
+    """What save_pretrained writes of a whole model with the weights of a sharded one. Runs on: all ranks."""
+    import torch.distributed as dist
+
+    state = whole_state(model)
+    if dist.get_rank() == 0:
+        whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
+        whole.save_pretrained(folder, max_shard_size=20_000)
+
+
 def split_layers(model: Any, mesh: Any) -> None:
     """Tensor parallelism by torch, as its tutorial has it for a Llama."""
     from torch.distributed.tensor import Replicate
