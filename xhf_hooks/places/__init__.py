@@ -1,1 +1,1 @@
-"""Where saves go: a folder, a store, and the upload of a committed save."""
+"""Where saves go: a folder and what lies beside it, and their copies in a store."""

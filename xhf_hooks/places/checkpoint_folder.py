@@ -93,7 +93,7 @@ class CheckpointFolder:
         self.lock = RunLock(path)
         self.others = OtherFolders(path, warn)
         self.staging: Path | None = None
-        self._staged: os.stat_result | None = None
+        self._staged_inode = 0
         self._run = uuid.uuid4().hex
         self._number: int | None = None  # of the last commit; read at the first
 
@@ -133,7 +133,7 @@ class CheckpointFolder:
         self._clean_up('discarded')  # after a save that failed, or could not clean up
         self.staging = new_name(self.path, 'staging')
         self.staging.mkdir()
-        self._staged = os.lstat(self.staging)
+        self._staged_inode = os.lstat(self.staging).st_ino
         return self.staging
 
     def require_room(self, needed_nbytes: int) -> None:
@@ -162,6 +162,8 @@ class CheckpointFolder:
             OSError: It cannot be committed; the previous save is still the newest.
         """
         staging = self.staging
+        if staging is None:
+            raise TargetError(f'{self.path}: no save was begun')
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
         manifest = describe_folder(staging, save, self._next_number(), self._run)
@@ -175,14 +177,14 @@ class CheckpointFolder:
         fsync(part)
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
-        self._publish(save.step)
+        self._publish(staging, save.step)
 
     def abort(self) -> None:
         """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
         staging, self.staging = self.staging, None
         if staging is not None:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.lstat(staging), self._staged):  # an exchange may fail, and have happened
+                if os.lstat(staging).st_ino == self._staged_inode:  # an exchange may fail, and have happened
                     (staging / MANIFEST_NAME).unlink(missing_ok=True)  # a half-deleted folder must not look like a save
                     shutil.rmtree(staging, ignore_errors=True)
 
@@ -283,13 +285,13 @@ class CheckpointFolder:
         self._number = 1 + max(self._number, newest.number if newest else 0)
         return self._number
 
-    def _publish(self, step: Step) -> None:
+    def _publish(self, staging: Path, step: Step) -> None:
         self._require_ours()
         replaced = None
         if self.path.exists():
-            replaced = self._replace_newest(self.staging)
+            replaced = self._replace_newest(staging)
         else:
-            os.rename(self.staging, self.path)
+            os.rename(staging, self.path)
         self.staging = None  # that name may be the old save's
         with self.others.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
             fsync(self.path.parent)  # before anything is deleted

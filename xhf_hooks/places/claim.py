@@ -7,6 +7,7 @@ import glob
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError
@@ -41,10 +42,10 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    made = None
-    probe = new_name(folder, 'shared')
+    made: Any = None
     with collective.stage('preflight'):
         if collective.rank == 0:
+            probe = new_name(folder, 'shared')
             try:
                 probe.parent.mkdir(parents=True, exist_ok=True)
                 made = probe.name, create_file(probe, b'probe', 5)
@@ -53,9 +54,10 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
                     f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can'
                 ) from error
     name, identity = collective.broadcast(made)
+    probe = folder.with_name(name)  # hosts may mount the folder at different paths
     is_missed = False
     try:
-        OutputFile(probe.with_name(name), identity).close()  # hosts may mount the folder at different paths
+        OutputFile(probe, identity).close()
     except (OSError, TargetError):
         is_missed = True
     is_missed = collective.any(is_missed)
