@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.checkpoint.dcp import load_dcp
+from xhf_hooks.sources.checkpoint.evidence import judge_steps, require_one_save, unproven
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint, find_checkpoint
 from xhf_hooks.sources.checkpoint.regions import Regions, assemble, frozen_regions, zero3_regions, zero12_regions
 from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
     load_optim_state,
-    other_steps,
     parsing,
-    require_all_ranks,
-    require_one_save,
     tensors_in,
     trained_dtype,
-    unproven,
 )
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -47,7 +43,7 @@ class CheckpointSource:
         found: The checkpoint.
         tensors: By first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
-        unproven: Statements that the files cannot confirm, see :func:`.states.unproven`.
+        unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
         facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
             ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
         iteration: Completed training iterations; None if unknown.
@@ -113,7 +109,6 @@ class CheckpointSource:
     def _open_folder(self) -> tuple[ModelState, list[StoredTensor]]:
         models = [load_model_state(file) for file in self.found.model_files]
         optims = [load_optim_state(file) for file in self.found.optim_files]
-        require_all_ranks(models, optims)
         require_one_save(models, optims)
         self.unproven = unproven(optims)
         first = models[0]
@@ -134,33 +129,8 @@ class CheckpointSource:
             empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
             frozen = frozen_regions(models, is_zero3)
             tensors = assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
-        self.warnings += _judge_steps(other_steps(models, optims), tensors)
+        self.warnings += judge_steps(models, optims, tensors)
         return first, tensors
-
-
-def _judge_steps(told: str | None, tensors: Sequence[StoredTensor]) -> list[str]:
-    """A warning if nothing shows that model and optimizer files are of one step, whose numbers differ.
-
-    After a resume without optimizer state they differ, too; then the 16-bit weights are the rounded fp32 ones.
-
-    Raises:
-        CheckpointError: The weights in the files differ, too.
-    """
-    if told is None:
-        return []
-    in_both = [tensor for tensor in tensors if tensor.master is not None and tensor.master is not tensor.trained]
-    for tensor in in_both:
-        rounded = tensor.whole(from_master=True).to(TORCH_DTYPES[tensor.dtype])
-        if not torch.equal(rounded, tensor.whole(from_master=False)):
-            raise CheckpointError(
-                f'{told}, and {tensor.name} differs: not of one save; put the files of one save together'
-            )
-    if in_both:
-        return []
-    return [
-        f'not verifiable: that model and optimizer files are of one step: {told}. That is so after a resume without '
-        f'optimizer state, and with optimizers that do not count; otherwise put the files of one save together'
-    ]
 
 
 def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
