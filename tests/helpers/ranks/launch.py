@@ -39,7 +39,9 @@ REPO_ROOT = Path(__file__).resolve().parents[3]
 PEER_GRACE_SECS = 30.0
 #: Anything that takes longer hangs, however busy the machine is.
 HANG_SECS = 1800.0
-OUTPUT_TAIL_LINES = 40
+#: For the stacks of ranks that hang.
+DUMP_SECS = 3.0
+OUTPUT_TAIL_LINES = 80
 #: Modules that the server imports, if the environment has them: also what they themselves import late.
 PRELOADED = (
     *('torch.distributed', 'deepspeed', 'deepspeed.module_inject.auto_ep_layer', 'deepspeed.runtime.fp16.onebit'),
@@ -91,7 +93,8 @@ def run_ranks(
         try:
             for index in range(world_size):
                 environment = _rank_environment(index, world_size, port) | dict(env or {})
-                ranks.append(_Rank(Path(folder, str(index)), index in expected_deaths, call, environment, timeout_secs))
+                output = Path(folder, f'{index}.output')
+                ranks.append(_Rank(output, index in expected_deaths, call, environment, timeout_secs))
             why = _wait(ranks, timeout_secs)
             if any(rank.problem() for rank in ranks):
                 name = getattr(function, '__name__', repr(function))
@@ -144,16 +147,13 @@ class _Rank:
     """
 
     def __init__(
-        self, files: Path, may_die: bool, call: bytes, environment: Mapping[str, str], timeout_secs: float
+        self, output: Path, may_die: bool, call: bytes, environment: Mapping[str, str], timeout_secs: float
     ) -> None:
         self.outcome: tuple[bool, Any] | None = None
-        self._may_die, self._gave_up = may_die, False
-        self._stacks, self._output = files.with_suffix('.stacks'), files.with_suffix('.output')
-        self._stacks.touch(), self._output.touch()
+        self._output, self._may_die, self._hangs = output, may_die, False
         self._connection, theirs = _CONTEXT.Pipe()
         limit_secs = timeout_secs + 60  # if the parent is killed, nobody else ends this process
-        args = (call, dict(environment), str(self._output), str(self._stacks), limit_secs, theirs)
-        self._process = start_process(_run_rank, *args, daemon=False)
+        self._process = start_process(_run_rank, call, dict(environment), str(output), limit_secs, theirs, daemon=False)
         theirs.close()
 
     def has_exited(self) -> bool:
@@ -169,14 +169,10 @@ class _Rank:
         self._connection.close()
 
     def give_up(self) -> None:
-        """Makes a rank that is still at work, or has been released, dump its stacks."""
+        """Makes a rank that has not exited dump its stacks into its output, unless it waits for others."""
         if not self.has_exited() and (self.outcome is None or self._connection.closed):
-            self._gave_up = True
+            self._hangs = True
             os.kill(self._process.pid, signal.SIGUSR1)
-
-    def has_dumped(self) -> bool:
-        """Whether its stacks have been written, if they were requested."""
-        return not self._gave_up or self.has_exited() or self._stacks.stat().st_size > 0
 
     def kill(self) -> None:
         """Kills the whole process group, so that nothing that the function started survives."""
@@ -192,15 +188,14 @@ class _Rank:
         ended = f'killed by {signal.Signals(-status).name}' if (status or 0) < 0 else f'exit status {status}'
         if self.outcome and not self.outcome[0]:
             return f'raised\n{self.outcome[1]}'
-        if self._gave_up:
-            where = 'returned, but did not exit' if self.outcome else 'did not return'
-            return f'{where}; its stacks:\n{self._stacks.read_text()}'
+        if self._hangs:
+            return 'returned, but did not exit' if self.outcome else 'did not return; its stacks are in its output'
         if not self.outcome:
             return None if self._may_die else f'died: {ended}'
         return f'returned, then died: {ended}' if status else None
 
     def output_tail(self) -> str:
-        lines = self._output.read_text(errors='replace').splitlines()
+        lines = self._output.read_text(errors='replace').splitlines() if self._output.exists() else []
         return '\n'.join(lines[-OUTPUT_TAIL_LINES:])
 
 
@@ -223,10 +218,7 @@ def _wait(ranks: Sequence[_Rank], timeout_secs: float) -> str:
         time.sleep(0.02)
     for rank in ranks:
         rank.give_up()
-    deadline = time.monotonic() + 30  # for the signal handlers
-    while not all(rank.has_dumped() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(1)  # stacks are written line by line
+    time.sleep(DUMP_SECS)
     return why
 
 
@@ -278,29 +270,26 @@ def _begin(environment: dict[str, str], *outputs: str) -> None:
     os.environ.update(environment)
 
 
-def _run_rank(
-    call: bytes, environment: dict[str, str], output: str, stacks: str, limit_secs: float, parent: Connection
-) -> None:
+def _run_rank(call: bytes, environment: dict[str, str], output: str, limit_secs: float, parent: Connection) -> None:
     """Make the process group, call the function, report; wait until the parent knows that all ranks are done."""
     _begin(environment, output, output)
-    with open(stacks, 'w') as stacks_file:
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
-        faulthandler.dump_traceback_later(limit_secs, exit=True)
-        try:
-            init, function, args = pickle.loads(call)
-            _init_process_group(init)
-            parent.send_bytes(pickle.dumps((True, function(*args))))
-        except BaseException:
-            parent.send_bytes(pickle.dumps((False, traceback.format_exc())))
-            sys.stdout.flush()
-            os._exit(1)  # at once, without waiting for threads and atexit handlers: peers may be waiting
-        with contextlib.suppress(EOFError, OSError):
-            parent.recv_bytes()
-        if init:
-            import torch.distributed as dist
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.dump_traceback_later(limit_secs, exit=True)
+    try:
+        init, function, args = pickle.loads(call)
+        _init_process_group(init)
+        parent.send_bytes(pickle.dumps((True, function(*args))))
+    except BaseException:
+        parent.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        sys.stdout.flush()
+        os._exit(1)  # at once, without waiting for threads and atexit handlers: peers may be waiting
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv_bytes()
+    if init:
+        import torch.distributed as dist
 
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _init_process_group(init: str | None) -> None:
