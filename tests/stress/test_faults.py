@@ -33,8 +33,8 @@ pytestmark = pytest.mark.needs('root', 'compiler')
 WORLD_SIZE = 3
 LAST = WORLD_SIZE - 1
 EIO, ENOSPC = errno.EIO, errno.ENOSPC
-#: Name to (failing rank, writer, what is made to fail, how many calls of it are fine): in the middle of rounds, and around
-#: DeepSpeed's gathers. test_every_function has the first call of all else.
+#: Name to (failing rank, writer, what is made to fail, how many calls of it are fine): in the middle of rounds, and
+#: around DeepSpeed's gathers. test_every_function has the first call of all else.
 STAGES = {
     'gather': (LAST, 'gather', 'xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 0),
     'check': (0, 'gather', 'xhf_hooks.sources.read.made_from', 0),
