@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config, config_fields
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
-from tests.helpers.models.adapted import EXPERTS, assert_rounded_once, is_known_to_peft
+from tests.helpers.models.adapted import EXPERTS, is_known_to_peft
 from tests.helpers.models.zoo import available
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
@@ -25,25 +26,22 @@ from tests.helpers.runs.old_runs import (
     mixed_base,
     mmengine_run,
     plain_deepspeed,
-    trained_alone,
     trainer_with_tokens,
 )
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.cli.convert import main
 
-MODES = ('adapter', 'both')
-EXPERT_LORA: dict[str, Any] = (
-    {'lora_experts_zero3': ('mixtral', 3, {'target_parameters': EXPERTS})}
-    if is_known_to_peft('expert_parameters')
-    else {}
-)
-#: Name to (family, stage, LoRA options).
-PLAIN: dict[str, tuple[str, int, dict[str, Any] | None]] = {
-    'mixtral_zero2': ('mixtral', 2, None),
-    'lora_tied_zero3': ('qwen2', 3, {}),
-    'lora_modules_to_save_zero2': ('llama', 2, {'modules_to_save': ['lm_head']}),
-    **EXPERT_LORA,
+#: Name to the arguments of ``plain_deepspeed``: engines without a trainer.
+PLAIN: dict[str, dict[str, Any]] = {
+    'mixtral_zero2': dict(family='mixtral', stage=2),
+    'lora_tied_zero3': dict(family='qwen2', stage=3, lora={}),
+    'lora_modules_to_save_zero2': dict(family='llama', stage=2, lora={'modules_to_save': ['lm_head']}),
+    # Families with other names or forms in files than in memory
+    'lora_alone_llava': dict(family='llava', stage=2, lora={}, exclude_frozen_parameters=True),
+    'lora_alone_mixtral': dict(family='mixtral', stage=2, lora={}, exclude_frozen_parameters=True),
 }
+if is_known_to_peft('expert_parameters'):
+    PLAIN['lora_experts_zero3'] = dict(family='mixtral', stage=3, lora={'target_parameters': EXPERTS})
 #: Name to (family, stage, dtype); the base has its norms in fp32. At ZeRO-0 the hook finds no masters.
 MIXED: dict[str, tuple[str, int, str]] = {
     'base_zero3': ('llama', 3, 'base'),
@@ -51,8 +49,6 @@ MIXED: dict[str, tuple[str, int, str]] = {
     **({'deepseek_v3_zero3': ('deepseek_v3', 3, 'bfloat16')} if available('deepseek_v3') else {}),
 }
 TRAINER_STAGES = (2, 3)
-#: Families with other names or forms in files than in memory.
-ALONE = [family for family in ('llava', 'mixtral') if available(family)]
 #: Runs of Trainer with tokens and a chat template of their own; name to (family, stage, LoRA options).
 WITH_TOKENS: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     'tokens_full_zero3': ('llama', 3, None),
@@ -80,10 +76,9 @@ def trained_by_trainer(stage: int, folder: Path) -> None:
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('old_runs')
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
-    scenarios |= {name: partial(plain_deepspeed, *options, root / name) for name, options in PLAIN.items()}
+    scenarios |= {name: partial(plain_deepspeed, root / name, **options) for name, options in PLAIN.items()}
     scenarios |= {name: partial(mixed_base, *mixed, root / name) for name, mixed in MIXED.items()}
     scenarios |= {f'trainer{n}': partial(trained_by_trainer, n, root / f'trainer{n}') for n in TRAINER_STAGES}
-    scenarios |= {f'{family}_alone': partial(trained_alone, family, root / f'{family}_alone') for family in ALONE}
     scenarios['below_a_wrapper'] = partial(below_a_wrapper, root / 'below_a_wrapper')
     scenarios |= {
         name: partial(trainer_with_tokens, *how, root / name) for name, how in (WITH_TOKENS | LOST_TOKENS).items()
@@ -131,36 +126,23 @@ def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
     assert not all(torch.equal(tensor, exact[name].bfloat16().half()) for name, tensor in rounded.items())
 
 
-def test_experts_are_unfused_as_the_hook_does(finished, tmp_path):
-    check(finished[1], 'mixtral_zero2')
-    folder = finished[0] / 'mixtral_zero2'
-    assert_same_files(
-        convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base', '--verify'), folder / 'hook_full'
-    )
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('name', [name for name in PLAIN if 'lora' in name])
-def test_lora(finished, name, mode, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ('name', 'mode'), [(name, mode) for name in PLAIN for mode in (['adapter', 'both'] if 'lora' in name else ['full'])]
+)
+def test_engines_without_a_trainer(finished, name, mode, tmp_path, monkeypatch):
+    """Experts are unfused; what is frozen comes from the checkpoint, or from the base under the names that it has."""
     from xhf_hooks.convert import weights
 
     monkeypatch.setattr(weights, 'PART_NBYTES', 4096)  # so that what is merged lies across parts, and between
     check(finished[1], name)
     folder = finished[0] / name
-    base = folder / 'hook_adapter'  # its adapter_config.json says what was trained, and names the base model
-    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', base, '--lora', mode, '--verify')
+    options = ['--lora', mode] if 'lora' in name else ['--base', folder / 'base']
+    if mode == 'adapter':  # its adapter_config.json says what was trained, and names the base model
+        options += ['--base', folder / 'hook_adapter']
+    elif mode == 'both':
+        shutil.copy(folder / 'hook_adapter' / 'adapter_config.json', folder / 'checkpoint')
+    found = convert(folder / 'checkpoint', tmp_path / 'out', *options, '--verify')
     assert_same_files(found, folder / f'hook_{mode}')
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('family', ALONE)
-def test_frozen_weights_are_read_from_the_base_under_its_names(finished, family, mode, tmp_path):
-    check(finished[1], f'{family}_alone')
-    folder = finished[0] / f'{family}_alone'
-    found = convert(
-        folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'hook_adapter', '--lora', mode, '--verify'
-    )
-    assert_same_folder_tensors(found, folder / f'hook_{mode}')
 
 
 def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, capsys):
@@ -171,19 +153,6 @@ def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, cap
     assert json.loads((found / 'generation_config.json').read_text())['temperature'] == 0.6
     assert (found / 'tokenizer.json').read_bytes() == (folder / 'base' / 'tokenizer.json').read_bytes()
     assert 'not in the model: _forward_module.temperature.weight' in capsys.readouterr().err
-
-
-@pytest.mark.modern_only
-@pytest.mark.parametrize('name', EXPERT_LORA)
-def test_trained_experts_are_merged_as_by_peft(finished, name, tmp_path):
-    """peft moves the adapted parameters during each forward pass."""
-    from peft import AutoPeftModelForCausalLM
-
-    check(finished[1], name)
-    folder = finished[0] / name
-    model = AutoPeftModelForCausalLM.from_pretrained(folder / 'hook_adapter', torch_dtype=torch.bfloat16)
-    model.double().merge_and_unload().save_pretrained(tmp_path)
-    assert_rounded_once(folder_tensors(folder / 'hook_both'), folder_tensors(tmp_path))
 
 
 @pytest.mark.parametrize('name', MIXED)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Built = TypeVar('Built', bound=nn.Module)
 
 
-def build_on_meta(kind: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device, unpartitioned even at ZeRO-3."""
 
     def build() -> PreTrainedModel:

@@ -178,14 +178,14 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
                 return [_value(item, names) for item in node.elts]
             case ast.Tuple():
                 return tuple(_value(item, names) for item in node.elts)
-            case ast.Dict() if None not in node.keys:  # as in {**other}
-                return {
-                    _value(key, names): _value(item, names) for key, item in zip(node.keys, node.values, strict=True)
-                }
+            case ast.Dict():
+                keys = [_value(key, names) for key in node.keys if key is not None]  # None: {**other}
+                return dict(zip(keys, (_value(item, names) for item in node.values), strict=True))
             case ast.Call(func=ast.Name(id=name)) if _makes_dict(names.get(name, name)):
                 # MMEngine dumps dict({'a-b': 1}) where keys are no names
                 given = [_value(argument, names) for argument in node.args]
-                return dict(*given, **{word.arg: _value(word.value, names) for word in node.keywords})
+                named = {word.arg: _value(word.value, names) for word in node.keywords}
+                return dict(*given, **named)  # type: ignore[arg-type]
         return ast.literal_eval(node)
     except (KeyError, TypeError, ValueError):
         return _unread(node)

@@ -97,7 +97,7 @@ def _beside(checkpoint: Path, base_dir: str, trust_remote_code: bool) -> tuple[A
         if found is None:
             found = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     tokenizer = getattr(found, 'tokenizer', found)
-    if hasattr(tokenizer, 'name_or_path') and base_file(base_dir, _SAVED):
+    if tokenizer is not None and hasattr(tokenizer, 'name_or_path') and base_file(base_dir, _SAVED):
         tokenizer.name_or_path = base_dir  # as in training: files are written in the words of the base
     return found, notes
 

@@ -16,7 +16,7 @@ from torch import nn
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
-from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.exporters.transformers_4.installed import dtype_field
 from xhf_hooks.model import input_embedding, names_by_identity
 
@@ -104,7 +104,9 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         if kind is None:
             kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
         make = partial(kind.from_config, trust_remote_code=remote) if hasattr(kind, 'from_config') else kind
-        model = build_on_meta(make, config)
+        # Not build_on_meta: the config of this model is exported, and may have nothing that is for building alone
+        model = call_on_meta(lambda: make(copy.deepcopy(config)))
+        model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
         if model.can_generate() and base_file(base, 'generation_config.json') is not None:
             model.generation_config = generation_config_in(base)
@@ -184,15 +186,16 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
     has_edited = False
     for tensor, names in names_by_identity(model):
-        if tensor is not embedding and tensor.shape[:1] != (n_labels,):
+        rows, row = tensor.shape[:1], tensor.shape[1:]
+        if tensor is not embedding and rows != (n_labels,):
             continue
         ends = tuple(f'.{name}' for name in names)
         found = {shape for there, shape in trained.items() if there.endswith(ends)}
-        wanted = {shape[0] for shape in found if shape[1:] == tensor.shape[1:]} - {len(tensor)}
+        wanted = {shape[0] for shape in found if shape[1:] == row}.difference(rows)
         if len(wanted) != 1:
             continue
         if tensor is embedding:
-            _change_vocabulary(config, wanted.pop() - len(tensor))
+            _change_vocabulary(config, wanted.pop() - rows[0])
         else:
             config.num_labels = wanted.pop()
         has_edited = True

@@ -104,16 +104,19 @@ def stand_ins() -> Iterator[None]:
     replaced = {
         AutoConfig: lambda base, **_: _config_of(base),
         AutoTokenizer: lambda *_, **__: Tokenizer(),
-        AutoModelForCausalLM: lambda **options: _from_pretrained(None, **options),
-        AutoModel: lambda **options: _from_pretrained(
-            InternVLChatModel if 'InternVL' in options['pretrained_model_name_or_path'] else RewardBase, **options
-        ),
+        AutoModelForCausalLM: lambda *base, **options: _from_pretrained(None, *base, **options),
+        AutoModel: _auto_model,
     }
     with ExitStack() as patches:
         for owner, loader in replaced.items():
             patches.enter_context(mock.patch.object(owner, 'from_pretrained', staticmethod(loader)))
         patches.enter_context(mock.patch.object(PreTrainedModel, 'from_pretrained', classmethod(_from_pretrained)))
         yield
+
+
+def _auto_model(pretrained_model_name_or_path: str, **options: Any) -> PreTrainedModel:
+    kind = InternVLChatModel if 'InternVL' in pretrained_model_name_or_path else RewardBase
+    return _from_pretrained(kind, pretrained_model_name_or_path, **options)
 
 
 def _config_of(base: str) -> PretrainedConfig:

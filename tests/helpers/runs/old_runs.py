@@ -56,29 +56,30 @@ def save_base(model: Any, folder: Path) -> None:
 
 
 def plain_deepspeed(
-    family: str, stage: int, lora: dict[str, Any] | None, folder: Path, *, exclude_frozen_parameters: bool = False
+    folder: Path,
+    *,
+    family: str,
+    stage: int,
+    lora: dict[str, Any] | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Train an engine without MMEngine for a step: ``folder/checkpoint``, and the hook's exports beside it.
+    """Train an engine without MMEngine: ``folder/checkpoint``, and the hook's exports beside it.
 
     The base model is in ``folder/base``. LoRA runs are exported both as adapter and merged.
     """
     import torch
-    import torch.distributed as dist
 
     from tests.helpers.models.adapted import adapt
     from tests.helpers.models.zoo import build
-    from tests.helpers.runs.engines import save_folder
+    from xhf_hooks import save_hf
 
-    model = build(family).bfloat16()
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / 'base')
-    dist.barrier()
-    model.config._name_or_path = str(folder / 'base')
-    model.name_or_path = str(folder / 'base')
+    built = build(family).bfloat16()
+    save_base(built, folder / 'base')
+    model = type(built).from_pretrained(folder / 'base', torch_dtype=torch.bfloat16)
     trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
     engine = _trained_engine(trained, stage, folder, exclude_frozen_parameters=exclude_frozen_parameters)
     for mode in [None] if lora is None else ['adapter', 'both']:
-        save_folder(engine.module, folder / f'hook_{mode or "full"}', **({} if mode is None else {'lora': mode}))
+        save_hf(engine, folder / f'hook_{mode or "full"}', lora=mode)
 
 
 def _trained_engine(model: Any, stage: int, folder: Path, **options: Any) -> Any:
@@ -114,11 +115,6 @@ def below_a_wrapper(folder: Path) -> None:
     engine = zero_engine(wrapper, 2)
     engine.save_checkpoint(str(folder / 'checkpoint'), tag='checkpoint')
     save_hf(engine, folder / 'hook')
-
-
-def trained_alone(family: str, folder: Path) -> None:
-    """As :func:`plain_deepspeed` at ZeRO-2 with LoRA, but the checkpoint has no frozen weights."""
-    plain_deepspeed(family, 2, {}, folder, exclude_frozen_parameters=True)
 
 
 def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:

@@ -169,7 +169,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
         rows = own[names[0]].shape[0]
         tokenizer = self.base_tokenizer()
-        needed = rows + 2 if tokenizer is None else max(with_image_token(tokenizer)[1:]) + 1
+        needed = rows + 2 if tokenizer is None else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
             return rows, own
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
@@ -210,7 +210,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         if tokenizer is None:
             warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
         else:
-            tokenizer, image_id, pad_id = with_image_token(tokenizer)
+            tokenizer, image_id, pad_id = _with_image_token(tokenizer)
             if max(image_id, pad_id) >= self._rows:
                 raise ModelError(
                     f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
@@ -269,7 +269,7 @@ class _ResizedEmbedding:
         return torch.cat([weight, mean.expand(self.rows - len(weight), *weight.shape[1:])])
 
 
-def with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:
+def _with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:
     """A copy with the tokens ``<image>`` and ``<pad>`` (its padding token), and their ids."""
     from transformers import AddedToken
 
