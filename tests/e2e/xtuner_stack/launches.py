@@ -40,10 +40,7 @@ LAST = 4
 FIRST = 2
 #: The DeepSpeed config that :func:`partitioning_config` makes.
 PARTITIONED = 'partitioned.json'
-TORCHRUN = [
-    *(sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'),
-    *('-m', 'xtuner.tools.train'),
-]
+TORCHRUN = f'{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2 -m xtuner.tools.train'.split()
 
 #: PART 1 of every config.
 _SETTINGS = dict(

@@ -10,7 +10,6 @@ import torch
 
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
-from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE
 
 pytestmark = pytest.mark.parametrize('name', LLAVA_RUNS)
@@ -107,8 +106,3 @@ def question_about_image(processor: Any, file: Path) -> Any:
     assert '<image>\nwhat is this<|eot_id|>' in text  # as XTuner's llama3_chat template has it
     inputs = processor(text=text, images=Image.open(file).convert('RGB'), return_tensors='pt')
     return {name: tensor for name, tensor in inputs.items() if name != 'token_type_ids'}
-
-
-def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path):
-    work_dir = runs.work_dir(name)
-    assert_same_files(convert(work_dir, tmp_path / 'out', '--max-shard-size', '40KB'), export_of(work_dir))

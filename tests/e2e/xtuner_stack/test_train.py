@@ -31,6 +31,7 @@ from tests.e2e.xtuner_stack.launches import (
 )
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.remote_code import use_modules_cache
 
 ADAPTERS = (LORA, QLORA)
 RESULTS = [name for name in RUNS if name not in (*LLAVA_RUNS, INTERNVL)]
@@ -106,15 +107,35 @@ def test_loads_and_generates(runs, name, monkeypatch):
     assert generated.shape[1] == prompt['input_ids'].shape[1] + 5
 
 
-@pytest.mark.parametrize('name', RESULTS)
+def test_internvl_is_saved_with_its_code_and_loads(runs, tmp_path, monkeypatch):
+    """Which cannot be built on the meta device as it is."""
+    from transformers import AutoModel
+
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
+    monkeypatch.chdir(runs.root)
+    folder = export_of(runs.work_dir(INTERNVL))
+    assert saves_in(log_of(runs.work_dir(INTERNVL))) == [f'iter_{FIRST}', f'iter_{LAST}']
+    base, found = folder_tensors(runs.root / 'internvl'), folder_tensors(folder)
+    assert found.keys() == base.keys()
+    moved = {name for name, tensor in found.items() if not tensor.equal(base[name])}
+    assert moved == {name for name in base if not name.startswith('vision_model.')}  # which the config freezes
+    model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values()), report
+    assert len(model.vision_model.dpr) == model.config.vision_config.num_hidden_layers
+
+
+@pytest.mark.parametrize('name', RUNS)
 def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkeypatch):
     """The config is the checkpoint's own text; the checkpoint is found through `last_checkpoint`.
 
     What the checkpoint lacks, such as weights under an adapter, comes from the base that its config names.
     """
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(name)
     options = ['--max-shard-size', '40KB', '--verify']
+    if name == INTERNVL:
+        options = ['--base', 'internvl', '--trust-remote-code']
     assert_same_files(convert(work_dir, tmp_path / 'converted', *options), export_of(work_dir))
 
 

@@ -22,7 +22,10 @@ DEFAULT = dict(SYSTEM='<|System|>:{system}\n', INSTRUCTION='<|User|>:{input}\n<|
 QWEN = dict(
     SYSTEM='<|im_start|>system\n{system}<|im_end|>\n',
     INSTRUCTION='<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n',
-    **dict(SUFFIX='<|im_end|>', SUFFIX_AS_EOS=True, SEP='\n', STOP_WORDS=['<|im_end|>', '<|endoftext|>']),
+    SUFFIX='<|im_end|>',
+    SUFFIX_AS_EOS=True,
+    SEP='\n',
+    STOP_WORDS=['<|im_end|>', '<|endoftext|>'],
 )
 #: Not XTuner's: everything that Jinja could take for its own, in the template.
 HARD = dict(

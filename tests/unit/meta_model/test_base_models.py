@@ -32,7 +32,7 @@ def base_of(family: str, folder: Path) -> Path:
 
 def from_base(folder: str | Path, kind: str | None = None, **options: Any) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)  # transformers 4.57 writes Qwen2-VL's architectures inside
-    return getattr(transformers, kind or config.architectures[0]).from_pretrained(folder, **options)
+    return getattr(transformers, kind or config.architectures[0]).from_pretrained(folder, torch_dtype='auto', **options)
 
 
 def adapted(model: Any, **lora: Any) -> Any:
