@@ -101,7 +101,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     if in_background:
         for _ in range(STEPS_MEANWHILE):
             training.step()
-        found = found.outcome()
+        found = found.result()
     saver.close()
     of_all_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, device_nbytes)

@@ -67,7 +67,7 @@ def direct(root: Path) -> dict[str, int]:
             waited.close()
             assert done == [0]
             saver = make_saver(model, Collective(), writer=writer, in_background=True)
-            saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1)).outcome()
+            saver.start(CheckpointFolder(root / f'{writer}_background', 1), Step('iter', 1, 1)).result()
             saver.close()
             found[writer] = sum(done)
     return found

@@ -48,9 +48,9 @@ class Run:
 
     def hold_back(self, what: str) -> None:
         """Let no save, or no upload, end before the process waits for it; 'failing': it then fails."""
-        from xhf_hooks.background.each_save import EachSave
+        from xhf_hooks.background import listeners
         from xhf_hooks.places.store import StoredSaves
-        from xhf_hooks.system.threads import Background
+        from xhf_hooks.saves import manager
         from xhf_hooks.writers.output_file import OutputFile
 
         owner, name = (StoredSaves, 'publish') if what == 'upload' else (OutputFile, 'write')
@@ -64,15 +64,14 @@ class Run:
             work(*args)
 
         setattr(owner, name, late)
-        for waited in (Background, EachSave):
-            wait = waited.wait
+        poll = listeners.poll
 
-            def at_end(awaited: Any, secs: float = math.inf, wait: Callable[..., bool] = wait) -> bool:
-                if secs > 0:
-                    self.ends.set()
-                return wait(awaited, secs)
+        def at_end(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
+            if secs > 0:
+                self.ends.set()
+            return poll(is_over, secs)
 
-            waited.wait = at_end
+        listeners.poll = manager.poll = at_end
 
 
 def requested(run: Run) -> None:

@@ -74,7 +74,7 @@ def lose_while_saving(dead_rank: int, writer: str, owner: str, method: str, root
             return what_came(lambda: save_folder(engine.module, root / 'hf_model', **options))
     saver = make_saver(engine, collective.Collective(), in_background=True, **options)
     with mock.patch.object(dies_in, method, third_is_the_last):
-        return what_came(saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1)).outcome)
+        return what_came(saver.start(CheckpointFolder(root / 'hf_model', 1), Step('iter', 1, 1)).result)
 
 
 @pytest.mark.parametrize(

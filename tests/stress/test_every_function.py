@@ -33,12 +33,13 @@ ENTRANCES = {
     'saves.manager.CheckpointManager._report': 'tells what all ranks have; what it calls may fail',
     'saves.manager.CheckpointManager._reporting': 'catches what fails then',
     'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
-    'system.threads.Background.run': 'calls Save.write_and_commit, and keeps what comes of it',
-    'system.threads.Background.wait': 'waits for the background thread alone',
-    'system.threads.Background.outcome': 'raises or returns what all ranks have',
+    'background.listeners.Listener.add': 'hands what all ranks have begun to the thread that saves',
+    'background.listeners.Listener._run': 'runs in the thread that saves',
+    'background.save_in_flight.SavesInBackground.work': 'makes the save, and keeps what comes of it',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
+    'background.listeners.poll': 'waits for the background thread alone',
     'collective.': 'how ranks agree: without it they cannot',
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',

@@ -163,8 +163,8 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
         saving = saver.start(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
-        n_done, seconds = training.run(1, lambda: saving.done)
-        save_secs = saving.outcome().cost.seconds
+        n_done, seconds = training.run(1, lambda: saving.done())
+        save_secs = saving.result().cost.seconds
         return {
             'stalled_secs': stalled_secs,
             'save_secs': save_secs,

@@ -1,4 +1,4 @@
-"""Runs the ``on_saved`` command for one save after another, beside training. Runs on: rank 0.
+"""``on_saved``: runs a command for one save after another, beside training. Runs on: rank 0.
 
 Standard programs look after it: ``timeout`` ends it with its process group, ``nice`` lowers its priority, and
 ``setpriv`` (util-linux), where there is one, ends it when this process is killed.
@@ -17,20 +17,19 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.background.each_save import EachSave, Job
+from xhf_hooks.background.each_save import EachSave, KeptJob
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.file_system import unused
+from xhf_hooks.places.kept_save import KeptSave
 from xhf_hooks.planning.types import Step
 
 LOG_NAME = 'output.log'
-#: Folder beside the log for what a command adds to ``{path}``.
-ADDED = 'added'
 #: Time limit of a command. ``timeout`` in the command sets a shorter one.
 MOST_SECS = 24 * 3600.0
 #: Seconds between SIGTERM and SIGKILL.
@@ -50,7 +49,18 @@ _OF_A_RANK = re.compile(
 )
 
 
-class OnSaved(EachSave[Job]):
+@dataclass(eq=False)
+class CommandJob(KeptJob):
+    """A command.
+
+    Attributes:
+        kept: What it reads.
+    """
+
+    kept: KeptSave = field(repr=False)
+
+
+class OnSaved(EachSave[CommandJob]):
     """Runs a command after each save.
 
     Args:
@@ -64,13 +74,10 @@ class OnSaved(EachSave[Job]):
         OptionError: There is no such program.
     """
 
-    name, what, must_finish = 'on_saved', 'on_saved for', False
+    name, must_finish = 'on_saved', False
+    what = 'on_saved for'
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: LoggerAdapter,
-    ) -> None:
+    def __init__(self, command: Sequence[str], log: LoggerAdapter) -> None:
         for program in (command[0], 'nice', 'timeout'):
             if shutil.which(program) is None:
                 raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
@@ -81,17 +88,16 @@ class OnSaved(EachSave[Job]):
     def committed(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
         """Keep the files of the save that was just committed, and queue the command."""
         if kept := self.keep(target, step):
-            self.add(Job(target.name, step, kept))
+            self.add(CommandJob(target.name, step, kept.release, kept))
 
-    def work(self, job: Job) -> None:
+    def handle(self, job: CommandJob) -> None:
         """Run the command, and report what became of it."""
-        place, began = job.kept.path, time.monotonic()
-        output = place.with_name(f'{job.name}_on_saved') / job.step.label
+        began, path = time.monotonic(), job.kept.path
+        output = path.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
-        files = _files(place)
-        for path in job.kept.links:  # the save's own files
-            path.chmod(path.stat().st_mode & ~0o222)
-        values = {'path': place, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
+        for link in job.kept.links:  # the save's own files
+            link.chmod(link.stat().st_mode & ~0o222)
+        values = {'path': path, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
         with (output / LOG_NAME).open('ab') as log:
             log_start = log.tell()
             process = _start(fill_in(self._command, values), log)
@@ -100,10 +106,9 @@ class OnSaved(EachSave[Job]):
                 self.pause(_POLL_SECS)
         finally:
             status = _end(process)
-            self._keep_added(job, files, place, unused(output / ADDED))
-            for path in job.kept.changed():
+            for changed in job.kept.changed():
                 self._log.error(
-                    f'{self.what} {job} changed {path.name} in {{path}}, which is a file of the save itself (a hard '
+                    f'{self.what} {job} changed {changed.name} in {{path}}, which is a file of the save itself (a hard '
                     f'link), so this save is damaged; the command must copy what it changes'
                 )
         secs, lines = time.monotonic() - began, _last_lines(output / LOG_NAME, log_start)
@@ -117,14 +122,6 @@ class OnSaved(EachSave[Job]):
             self.results.append((job.step, {f'on_saved/{job.name}/{name}': value for name, value in found.items()}))
         shown = ', '.join(f'{name} {value:.4g}' for name, value in list(found.items())[:8])
         self._log.info(f'{self.what} {job} took {secs:.1f} s{": " * bool(shown)}{shown}')
-
-    def _keep_added(self, job: Job, files: frozenset[Path], folder: Path, to: Path) -> None:
-        """Move files that the command added to ``{path}``, since the folder will be removed."""
-        for path in sorted(_files(folder) - files):
-            place = to / path.relative_to(folder)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, place)
-            self._log.info(f'{self.what} {job} added a file to {{path}}, which is now {place}')
 
 
 def _start(command: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
@@ -185,10 +182,6 @@ def _flat(found: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(OSError):  # all have ended
         os.killpg(process.pid, number)
-
-
-def _files(folder: Path) -> frozenset[Path]:
-    return frozenset(path for path in folder.rglob('*') if not path.is_dir())
 
 
 def _last_lines(log: Path, start: int) -> list[str]:

@@ -10,7 +10,7 @@ from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.background.each_save import EachSave, Job
+from xhf_hooks.background.each_save import EachSave, KeptJob
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError, XhfError
 from xhf_hooks.format.text import counted, size_text
@@ -25,7 +25,7 @@ _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
 
 
 @dataclass(eq=False)
-class UploadJob(Job):
+class UploadJob(KeptJob):
     """What this rank does for the upload of one save.
 
     Attributes:
@@ -54,7 +54,8 @@ class Uploads(EachSave[UploadJob]):
         patience_secs: How long rank 0 waits for other ranks, or as long as its own files took if that is longer.
     """
 
-    name, what, must_finish = 'uploads', 'the upload of', True
+    name, must_finish = 'uploads', True
+    what = 'the upload of'
     patience_secs = 30.0
 
     def __init__(
@@ -105,9 +106,10 @@ class Uploads(EachSave[UploadJob]):
         if offer is not None and self._rank < self._n_ranks:
             folder = target.path.with_name(offer[0])  # other hosts may mount it elsewhere
             # Other ranks do what the pointer says
-            self.add(UploadJob(target.name, step, kept, self._number, folder, offer[1]), replaces=self._rank == 0)
+            release = (lambda: None) if kept is None else kept.release
+            self.add(UploadJob(target.name, step, release, self._number, folder, offer[1]), replaces=self._rank == 0)
 
-    def work(self, job: UploadJob) -> None:
+    def handle(self, job: UploadJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
         if self._rank != 0:
             with contextlib.suppress(XhfError, OSError):  # such as the files of a save that rank 0 has skipped
@@ -120,14 +122,20 @@ class Uploads(EachSave[UploadJob]):
         took = f'{size} in {time.monotonic() - began:.1f} s'
         self._log.info(f'uploaded {job.step.label} to {destination.url}/{prefix}: {took}')
 
-    def _closed(self) -> None:
-        if self._rank != 0:
+    def close(self) -> None:
+        """Drop what is left to do, tell all that was not uploaded, and end the thread."""
+        if self._must_end.is_set():
             return
+        super().close()
         if self.failed:
             self._log.warning(f'not uploaded: {"; ".join(self.failed)}')
-        if not self._thread.is_alive():
+        if self._rank == 0 and not self._thread.is_alive():
             for destination in self._destinations.values():
                 destination.release()
+
+    def left(self) -> list[str]:
+        """The saves on which work is left. Rank 0 may never begin what other ranks wait for."""
+        return super().left() if self._rank == 0 or self._is_sending else []
 
     def _publish(self, saves: StoredSaves, job: UploadJob, manifest: Manifest, data: bytes) -> str:
         """Returns the name of the save there."""
@@ -164,19 +172,13 @@ class Uploads(EachSave[UploadJob]):
 
     def _begun_since(self, job: UploadJob) -> Pointer | None:
         """What rank 0 has last begun, if that is this save or a later one: it takes them by number, and skips some."""
-        with self._changed:
-            waiting = {each.name: each for each in self._jobs}
-        for name, each in waiting.items():
+        for name, each in {each.name: each for each in [job, *self._waiting]}.items():
             pointer = read_pointer(self._destinations[name].store, name)
             if pointer is not None and pointer.run == each.run and pointer.number >= job.number:
                 return pointer
         return None
 
-    def _is_idle(self) -> bool:
-        # Rank 0 may never begin what other ranks wait for
-        return super()._is_idle() or (self._rank != 0 and not self._is_sending)
-
-    def _drop(self, job: Job, why: str) -> None:
+    def _drop(self, job: KeptJob, why: str) -> None:
         if self._rank == 0:  # which tells it for all
             super()._drop(job, why)
 

@@ -194,7 +194,7 @@ class CheckpointFolder:
         Raises:
             TargetError: It cannot be kept.
         """
-        return keep_save(self.path)
+        return keep_save(self.path, self.others)
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save; None if there is none. To be called after :meth:`claim`."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import file_size_and_crc32
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, read_commit
-from xhf_hooks.places.file_system import clone, files_in, new_name
+from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_commit
+from xhf_hooks.places.file_system import clone, new_name
+from xhf_hooks.places.other_folders import OtherFolders
 
 
 @dataclass(frozen=True)
@@ -21,21 +22,22 @@ class KeptSave:
     Attributes:
         path: A folder. Weights in it are clones where the file system has them, else hard links, else copies; all else
             are copies.
-        files: What the save's manifest says of them.
+        manifest: That of the save.
+        others: The folders among which it is.
         links: The hard links, as they were.
     """
 
     path: Path
-    files: dict[str, FileRecord] = field(repr=False)
+    manifest: Manifest = field(repr=False)
+    others: OtherFolders = field(repr=False)
     links: dict[Path, os.stat_result] = field(default_factory=dict, repr=False)
 
     def release(self) -> None:
-        """Delete the folder, unless others put files into it: the next run sets these apart. Call it from any thread.
+        """Delete the folder. What others put into it, or changed, gets another name. Call it from any thread.
 
         Does nothing the second time. The disk space is freed when the save itself is deleted, too.
         """
-        if files_in(self.path).keys() <= {*self.files, MANIFEST_NAME}:
-            shutil.rmtree(self.path, ignore_errors=True)
+        self.others.release(self.path, self.manifest)
 
     def changed(self) -> list[Path]:
         """The hard links through which somebody has changed the save itself.
@@ -48,7 +50,7 @@ class KeptSave:
                 now = os.lstat(path)
                 if now.st_ino != before.st_ino:  # replaced here only
                     continue
-                saved = self.files[path.relative_to(self.path).as_posix()]
+                saved = self.manifest.files[path.relative_to(self.path).as_posix()]
                 has_changed = now.st_size != before.st_size
                 if not has_changed and now.st_mtime_ns != before.st_mtime_ns:
                     has_changed = file_size_and_crc32(path)[1] != saved.crc32
@@ -57,7 +59,7 @@ class KeptSave:
         return changed
 
 
-def keep_save(folder: Path) -> KeptSave:
+def keep_save(folder: Path, others: OtherFolders) -> KeptSave:
     """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
 
     Raises:
@@ -66,7 +68,7 @@ def keep_save(folder: Path) -> KeptSave:
     commit = read_commit(folder)
     if commit is None:
         raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
-    kept = KeptSave(new_name(folder, 'kept'), commit.files)
+    kept = KeptSave(new_name(folder, 'kept'), commit, others)
     try:
         for name in (*commit.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
             source, to = folder / name, kept.path / name
@@ -80,6 +82,6 @@ def keep_save(folder: Path) -> KeptSave:
                     continue
             shutil.copy(source, to)
     except OSError as error:
-        kept.release()
+        shutil.rmtree(kept.path, ignore_errors=True)
         raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
     return kept

@@ -148,6 +148,11 @@ class OtherFolders:
         else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
 
+    def release(self, kept: Path, saved: Manifest) -> None:
+        """Delete a folder of files that were kept for readers. Runs on: any thread."""
+        with self.going_on(f'{kept}, which is no longer read, could not be deleted'):
+            self._delete(kept, saved)
+
     def _delete(self, folder: Path, saved: Manifest | None) -> None:
         """Delete the files of a save. If there are others, the folder stays with these, under another name."""
         files = files_in(folder)

@@ -7,10 +7,10 @@ their steps, in their own threads; so an end only has to wait for them, for up t
 training ends                            :meth:`CheckpointManager.finish`: all ranks wait for all work beside training
 then; ``close()`` of hook or callback;   :meth:`CheckpointManager.close`: this rank waits for saves and uploads, ends
 the next run of this process             commands, releases folders and process groups
-the interpreter exits, whatever ended    :meth:`.BegunWork.end`: this rank waits for saves and uploads, ends commands;
+the interpreter exits, whatever ended    :meth:`.Listeners.close`: this rank waits for saves and uploads, ends commands;
 training (Ctrl-C and sys.exit, too)      before other exit handlers (:class:`.ExitWait`)
 SIGTERM, SIGHUP, SIGXCPU                 the same, then the process ends; if the user handles the signal,
-                                         :meth:`.BegunWork.finish`, then the user's handler
+                                         :meth:`.Listeners.wait_before_exit`, then the user's handler
 a signal of ``save_on_signal``           a save; then, except after SIGUSR1 and SIGUSR2, as without that option
 garbage collection of the run            folders are released, commands end; uploads go on, and exit waits for them
 a forked child ends                      nothing: its parent goes on
@@ -29,12 +29,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.background.begun import BegunWork, SaveInFlight
+from xhf_hooks.background.exit_wait import ExitWait
+from xhf_hooks.background.listeners import Listeners, poll
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import Uploads, uploads_of_run
@@ -50,7 +52,6 @@ from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasio
 from xhf_hooks.saves.saver import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.system.threads import Background, ExitWait
 from xhf_hooks.system.versions import refuse_outdated
 
 _STILL_THERE = 'The previous save is still complete.'
@@ -105,14 +106,13 @@ class CheckpointManager:
         self.log = log
         self._on_committed = on_committed
         self._on_result = on_result
-        self._saving: Background[CommittedCheckpoint] | None = None  # in the background
+        self._saving: Future[CommittedCheckpoint] | None = None  # in the background
         self._after: Callable[[], None] | None = None  # for the save in flight
         self.saved_at: int | None = None
         self._has_saved = False
         self.newest = CheckpointFolder(path.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
-        self._begun = BegunWork(log, options.exit_wait_secs)
-        self._in_flight = SaveInFlight()
+        self._listeners = Listeners(log, options.exit_wait_secs)
         self._uploads: Uploads | None = None
         self._on_saved: OnSaved | None = None
         self._requests: SaveRequests | None = None
@@ -131,12 +131,13 @@ class CheckpointManager:
                 log,
                 strategy=choose_strategy(log, options.writer, self.newest.path, self.collective),
                 in_background=options.async_save,
-                after_commit=self._begin_after,
+                after_commit=self._listeners.committed,
             )
             ending.callback(self._saver.close)
             for target in self._targets:
                 ending.callback(target.release)
-            self._make_listeners(ending)
+            ending.callback(self._listeners.close)
+            self._make_listeners()
             preflight(
                 self._saver,
                 self._targets,
@@ -152,30 +153,28 @@ class CheckpointManager:
             self._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor locks after garbage collection. So nothing
         # that has a thread or a handler, or that is named here, may know this manager or the run
-        weakref.finalize(self, _end_forgotten, os.getpid(), self._targets, self._begun).atexit = False
+        weakref.finalize(self, _end_forgotten, os.getpid(), self._targets, self._listeners).atexit = False
 
-    def _make_listeners(self, ending: ExitStack) -> None:
+    def _make_listeners(self) -> None:
         """What works beside training: the save in flight, uploads, and on rank 0 the command of ``on_saved``."""
-        options, listeners = self._options, self._begun.listeners
-        if options.async_save:
-            listeners.append(self._in_flight)
+        options, listeners = self._options, self._listeners.each
+        if self._saver.background is not None:
+            listeners.append(self._saver.background)
         if options.upload_to is not None:
             paths = [target.path for target in self._targets]
             self._uploads = uploads_of_run(
                 options.upload_to, options.backend_args, options.upload_keep, paths, self.collective, self.log
             )
             listeners.append(self._uploads)
-            ending.callback(self._uploads.close)
         with self.collective.stage('preflight'):
             if options.on_saved is not None and self.collective.rank == 0:
                 self._on_saved = OnSaved(options.on_saved, self.log)
                 listeners.append(self._on_saved)
-                ending.callback(self._on_saved.close)
 
     def _watch_for_ends(self, ending: ExitStack) -> None:
         """Handle exits and signals from now on."""
-        if self._begun.listeners:
-            ending.callback(ExitWait(self._begun.end, self._begun.finish).close)
+        if self._listeners.each:
+            ending.callback(ExitWait(self._listeners.close, self._listeners.wait_before_exit).close)
         if self._options.save_on_signal:
             self._requests = SaveRequests(self.log, self._options.save_on_signal)
             ending.callback(self._requests.close)
@@ -203,10 +202,9 @@ class CheckpointManager:
         try:
             with self.collective.stage('save'):
                 self.collect()
-                self._begun.renew()
+                self._listeners.renew()
                 if self._options.async_save:
                     self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
-                    self._in_flight.begun(self._saving, step)
                 else:
                     committed = self._saver.save(target, step, facts)
         except XhfError as error:
@@ -247,9 +245,9 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        if self._saving is not None and self._saving.done:
+        if self._saving is not None and self._saving.done():
             is_alone = self._options.on_error != 'raise' or self.collective.world_size == 1
-            if self._saving.succeeded or is_alone:
+            if self._saving.exception() is None or is_alone:
                 self.collect()
         while self._on_saved is not None and self._on_saved.results:
             self._on_result(*self._on_saved.results.popleft())
@@ -267,11 +265,11 @@ class CheckpointManager:
         """
         if self._saving is None:
             return
-        self._saving.wait()
+        poll(self._saving.done)
         ended = self._saving
         self._saving = None
         try:
-            self._report(ended.outcome())
+            self._report(ended.result())
         except XhfError:
             self._after = None
             self.saved_at = None
@@ -300,7 +298,7 @@ class CheckpointManager:
         if self._options.upload_to is None and self._options.on_saved is None:
             return
         try:
-            while self.collective.any(not self._begun.wait(_LOOK_SECS), 'finish'):
+            while self.collective.any(not self._listeners.wait(_LOOK_SECS), 'finish'):
                 pass
         except XhfError as error:
             self.handle(error, 'waiting for uploads and on_saved')
@@ -335,7 +333,7 @@ class CheckpointManager:
         """
         if not self._open_run.is_of_this_process:
             return
-        self._begun.end()
+        self._listeners.close()
         with contextlib.suppress(Exception):  # its thread has told it
             self.collect()
         self._ending.close()
@@ -351,11 +349,6 @@ class CheckpointManager:
         """The folders and URLs of saves."""
         url, folders = self._options.upload_to, [target.path for target in self._targets]
         return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
-
-    def _begin_after(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
-        for listener in (self._uploads, self._on_saved):
-            if listener is not None:
-                listener.committed(target, step, collective)
 
     def _tell(self, step: Step, committed: CommittedCheckpoint | None, error: BaseException | None) -> None:
         """Log the outcome of a save. Runs on: the thread that saves."""
@@ -384,8 +377,8 @@ class CheckpointManager:
             self.log.error(f'{step.label} is saved, but this was not reported: {type(error).__name__}: {error}')
 
 
-def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], begun: BegunWork) -> None:
+def _end_forgotten(process: int, targets: Sequence[CheckpointFolder], listeners: Listeners) -> None:
     """Called by the garbage collector, in this process or in a forked child; returns at once."""
     if os.getpid() == process:
-        for end in (*(target.release for target in targets), begun.close):
+        for end in (*(target.release for target in targets), listeners.close):
             threading.Thread(target=end, daemon=True).start()

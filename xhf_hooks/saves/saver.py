@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
 from xhf_hooks.collective import Collective
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter
@@ -24,7 +26,6 @@ from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.send import Snapshot
 from xhf_hooks.system.calls import allow_open_files, naming
-from xhf_hooks.system.threads import Background, BackgroundThread
 from xhf_hooks.writers.writer import Writer
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
@@ -63,6 +64,7 @@ class Saver:
         strategy: Who writes what.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
+        background: Makes what :meth:`start` begins; None if it will not be used.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -94,7 +96,7 @@ class Saver:
         with collective.stage('plan'):
             self.writer = Writer(self._half_bucket_nbytes, beside_training=in_background)
             weakref.finalize(self, self.writer.close).atexit = False
-            self._thread = BackgroundThread('xhf-save') if in_background else None
+            self.background = SavesInBackground() if in_background else None
             self.source = source_for(unwrapped.root)
             self.planned = self._plan()
         # A separate group: training and the first stages of the next save use the other one meanwhile
@@ -157,7 +159,7 @@ class Saver:
         step: Step,
         facts: Mapping[str, Any] | None = None,
         tell: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda committed, error: None,
-    ) -> Background[CommittedCheckpoint]:
+    ) -> Future[CommittedCheckpoint]:
         """Copy what is to be saved, and write and commit it in the background. Training must pause only meanwhile.
 
         The previous save must have ended.
@@ -166,26 +168,25 @@ class Saver:
             tell: Called in the background thread with what was committed, or the error.
 
         Returns:
-            The save in flight. Its outcome is the same on every rank.
+            Its outcome, the same on every rank. It is done once it was told.
 
         Raises:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
         """
         with self.collective.stage('save'):
-            if self._beside is None or self._thread is None:
+            if self._beside is None or self.background is None:
                 raise ValueError('expected a Saver that was made with in_background=True')
             save = self._begin(target, step, facts or {})
             save.copy(self._memory, self._beside)
-            in_flight = Background(save.write_and_commit, tell)
-            works = self._thread.works
-        works.put(in_flight)
-        return in_flight
+            in_flight = SaveInFlight(step, save.write_and_commit, tell)
+        self.background.add(in_flight)
+        return in_flight.outcome
 
     def close(self) -> None:
         """End threads, destroy the process group of background saves. No save may be in flight."""
         self.writer.close()
-        if self._thread is not None:
-            self._thread.close()
+        if self.background is not None:
+            self.background.close()
         if self._beside is not None:
             self._beside.close()
 

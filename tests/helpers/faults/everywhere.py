@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 #: Uploads and commands of on_saved, in threads of their own, are not part of a save.
-THREADS = ('MainThread', 'xhf-save', 'xhf-writer')
+THREADS = ('MainThread', 'xhf-SavesInBackground', 'xhf-writer')
 #: Need what may not be installed, and are no part of a save.
 LEFT_OUT = ('xhf_hooks.cli', 'xhf_hooks.integrations.axolotl')
 

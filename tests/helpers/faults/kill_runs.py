@@ -143,10 +143,11 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     from tests.helpers.runs.engines import make_saver
+    from xhf_hooks.background.exit_wait import ExitWait
+    from xhf_hooks.background.listeners import poll
     from xhf_hooks.collective import Collective
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.system.threads import ExitWait
 
     model = tiny_model(kind.zero3)
     collective = Collective(timeout_secs=HANG_SECS)
@@ -156,17 +157,18 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     with collective.stage('preflight'):
         if collective.rank == 0:
             folder.claim()
-    number, begun = first, []
+    number = first
     if kind.in_background:
-        ExitWait(lambda: [saving.wait(HANG_SECS) for saving in begun])
+        ExitWait(saver.background.wait, saver.background.wait)
     while True:
         fill(model, weight_of(number))
         connection.send(('began', number))
         if kind.in_background:
-            begun[:] = [saver.start(folder, Step('iter', number, number))]
+            saving = saver.start(folder, Step('iter', number, number))
             connection.send(('copied', number))
             fill(model, -1)  # training goes on
-            begun[0].outcome()
+            poll(saving.done)  # a signal handler may interrupt it and wait, too
+            saving.result()
         else:
             saver.save(folder, Step('iter', number, number))
         connection.send(('committed', number))

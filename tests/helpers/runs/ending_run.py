@@ -24,10 +24,10 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks.background.listeners import Listener
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.store import StoredSaves
 from xhf_hooks.saves.saver import Saver
-from xhf_hooks.system.threads import Background
 from xhf_hooks.writers.output_file import OutputFile
 
 ENDS_AT = 3
@@ -67,7 +67,7 @@ class EndingHook(Hook):
 
 def hold_back() -> None:
     """Make the second save, and the upload of the first, wait for the end of the run."""
-    start, write, publish, wait = Saver.start, OutputFile.write, StoredSaves.publish, Background.wait
+    start, write, publish, wait = Saver.start, OutputFile.write, StoredSaves.publish, Listener.wait
 
     def start_second(self: Saver, folder: Any, step: Any, *args: Any) -> Any:
         Ending.saving = step.iteration
@@ -83,13 +83,13 @@ def hold_back() -> None:
         Ending.waits.wait(LONGEST_SECS)
         publish(self, *args)
 
-    def wait_at_end(self: Background, *args: Any) -> bool:
+    def wait_at_end(self: Listener, *args: Any) -> bool:
         if Ending.has_begun:
             Ending.waits.set()
         return wait(self, *args)
 
     Saver.start, OutputFile.write = start_second, write_second
-    StoredSaves.publish, Background.wait = publish_late, wait_at_end
+    StoredSaves.publish, Listener.wait = publish_late, wait_at_end
     Uploads.patience_secs = 1.0  # with ranks that have ended
 
 

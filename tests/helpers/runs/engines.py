@@ -99,7 +99,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     try:
         if not in_background:
             return plan, saver.save(folder, step)
-        return plan, saver.start(folder, step).outcome()
+        return plan, saver.start(folder, step).result()
     finally:
         folder.release()
         saver.close()

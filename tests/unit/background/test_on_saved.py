@@ -240,8 +240,8 @@ def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run
     assert run.after.wait(HANG_SECS) and run.results == [(1, {'on_saved/hf_model/modes': 0.0})]
     saved = tmp_path / 'hf_model'
     json.loads((saved / 'xhf_manifest.json').read_text())
-    assert (run.output() / 'added' / 'results' / 'arc.json').read_text() == '{}'
-    assert sorted(path.name for path in run.output().iterdir()) == ['added', 'output.log']
+    assert (tmp_path / 'hf_model_others_iter_1' / 'results' / 'arc.json').read_text() == '{}'
+    assert [path.name for path in run.output().iterdir()] == ['output.log']
     assert {stat.S_IMODE(path.stat().st_mode) & 0o222 for path in saved.glob('*.safetensors')} == {0}
     assert os.access(saved / 'xhf_manifest.json', os.W_OK)
 
@@ -284,4 +284,4 @@ def test_what_two_runs_add_for_one_step_is_all_kept(run_of, tmp_path):
     for _ in range(2):
         run.save()
         assert run.after.wait(HANG_SECS)
-    assert [(run.output() / name / 'mine').read_text() for name in ('added', 'added_2')] == ['x', 'x']
+    assert [(tmp_path / f'hf_model_others_iter_1{again}' / 'mine').read_text() for again in ('', '_2')] == ['x', 'x']

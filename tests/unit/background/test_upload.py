@@ -64,8 +64,8 @@ class Ranks:
         commit_one(folder, number)
         kept = folder.keep()
         for rank, uploads in enumerate(self.ranks):
-            own = kept if rank == 0 else None
-            job = UploadJob(name, iteration(number), own, number, kept.path, self.destinations[name].run)
+            release = kept.release if rank == 0 else lambda: None
+            job = UploadJob(name, iteration(number), release, number, kept.path, self.destinations[name].run)
             uploads.add(job, replaces=rank == 0)
 
     def newest(self, name: str = 'hf_model') -> str | None:

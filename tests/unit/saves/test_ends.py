@@ -55,7 +55,7 @@ def step(number: int) -> Step:
 
 
 def ended(saves: CheckpointManager) -> CheckpointManager:
-    saves._saving.wait()
+    saves._saver.background.wait()
     return saves
 
 
@@ -154,8 +154,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     run = Run()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(step(1))
     ended(run.saves[0])
-    for listener in run.saves[0]._begun.listeners:
-        listener.wait(float('inf'))
+    run.saves[0]._listeners.wait(float('inf'))
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
     del run
     gc.collect()

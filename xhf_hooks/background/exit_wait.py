@@ -1,0 +1,79 @@
+"""Waits for work beside training before the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+#: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
+#: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+
+
+class ExitWait:
+    """Waits before the interpreter exits and before a signal ends the process, until :meth:`close`.
+
+    torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
+    ``--shutdown-timeout``). Python handles signals in the main thread, so they are handled only if hooks run there. A
+    signal that is ignored (``nohup``) stays ignored.
+
+    Args:
+        end: Called when the process is sure to end.
+        wait: Called before a handler of the user, which may let training go on.
+    """
+
+    def __init__(self, end: Callable[[], object], wait: Callable[[], object]) -> None:
+        self._end = end
+        self._wait = wait
+        self._is_open = True
+        self._thread = threading.current_thread()
+        self._previous: dict[int, Any] = {}
+        if self._thread is threading.main_thread():
+            for number in _ENDING_SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
+        _before_exit(self._at_exit)
+
+    def close(self) -> None:
+        """Restore the previous handlers."""
+        self._is_open = False
+        self._end = self._wait = lambda: None  # the interpreter keeps this object
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in self._previous.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _at_exit(self) -> None:
+        if self._is_open and not self._thread.daemon and self._thread is not threading.current_thread():
+            self._thread.join()  # it still trains; the interpreter would wait for it next
+        self._end()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous[number]
+        if callable(previous):
+            self._wait()
+            previous(number, frame)
+        else:
+            self._end()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _before_exit(function: Callable[[], None]) -> None:
+    """Have a function called when the interpreter begins to exit, while threads can be started.
+
+    ``atexit`` is too late: concurrent.futures has shut all its pools down by then, and asyncio looks up host names in
+    one (CPython: ``_python_exit`` in concurrent/futures/thread.py). Nothing public comes before that. In Python 3.12.0
+    and 3.12.1 no thread can be started then, either.
+    """
+    try:
+        # In reverse order of registration; concurrent.futures, imported above, has registered its own
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # another Python, or the main thread has already ended
+        atexit.register(function)

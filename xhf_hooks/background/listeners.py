@@ -1,0 +1,178 @@
+"""What goes on beside training, as a run and its saves see it: listeners, and the wait for them however the run ends.
+
+A listener is told of each save when it is committed, and works on it in a thread of its own, where it tells the
+outcome: :class:`.Uploads`, :class:`.OnSaved`. The save in flight is one, too (:class:`.SavesInBackground`): its work is
+the save.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from logging import LoggerAdapter
+from typing import ClassVar, Generic, TypeVar
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.types import Step
+from xhf_hooks.system.threads import lower_priority
+
+_POLL_SECS = 0.005
+
+
+def poll(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
+    """Wait for something; returns False if time ran out. A signal handler that interrupts this may call it, too."""
+    deadline = time.monotonic() + secs
+    while not is_over() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
+    return is_over()
+
+
+#: What is to be done with one save; as text, it names the save.
+Job = TypeVar('Job')
+
+
+class Listener(ABC, Generic[Job]):
+    """Works on one save after another, in a thread of low priority that waits for work from the beginning.
+
+    No thread can be started while the process exits, nor perhaps when a save is due. A listener keeps neither the run
+    nor its model in memory once a save is done: a run that is never closed can be forgotten.
+
+    Attributes:
+        name: For the log.
+        must_finish: Whether it is waited for even when training was interrupted.
+    """
+
+    name: ClassVar[str]
+    must_finish: ClassVar[bool]
+
+    def __init__(self) -> None:
+        self._current: Job | None = None
+        self._waiting: deque[Job] = deque()
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # at least once for each job; False: end
+        self._must_end = threading.Event()
+        # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
+        self._thread = threading.Thread(target=self._run, name=f'xhf-{type(self).__name__}', daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def work(self, job: Job) -> None:
+        """What is done with a save, in this thread. Raises nothing."""
+
+    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+        """Called after each commit, in the thread that saves, before the next save to that target begins.
+
+        Begins with an agreement if it communicates; then all ranks have this listener.
+        """
+
+    def add(self, job: Job) -> None:
+        """Have this done after all else."""
+        self._waiting.append(job)
+        self._wake.put(True)
+
+    def left(self) -> list[str]:
+        """The saves on which work is left."""
+        jobs = dict.fromkeys([self._current, *self._waiting])  # for a moment, a job may be in both
+        return [str(job) for job in jobs if job is not None]
+
+    def wait(self, secs: float = math.inf) -> bool:
+        """Wait until nothing is left to do; returns False if time ran out. Needs no other rank.
+
+        A signal handler may interrupt any method of a listener and call this, so they take no locks.
+        """
+        self._wake.put(True)  # it may have interrupted add()
+        return poll(lambda: not self.left(), secs)
+
+    def close(self) -> None:
+        """End the thread after what is left to do. Needs no other rank."""
+        self._must_end.set()
+        self._wake.put(False)
+
+    def _run(self) -> None:
+        lower_priority()
+        while self._wake.get():
+            try:
+                self._current = self._waiting[0]
+                self._waiting.remove(self._current)
+            except (IndexError, ValueError):  # there is none, or another one was added in its place
+                self._current = None
+            if self._current is not None:
+                self.work(self._current)
+            self._current = None  # it may hold a model
+
+
+class Listeners:
+    """All listeners of one run, in the order in which they are told and waited for.
+
+    It knows neither model nor run, so that it can be waited for when both are forgotten. In a forked child, all that
+    waits does nothing.
+
+    Args:
+        most_secs: How long they are waited for, in all, from the first wait after a save.
+    """
+
+    def __init__(self, log: LoggerAdapter, most_secs: float) -> None:
+        self.each: list[Listener] = []
+        self._log, self._most_secs, self._process = log, most_secs, os.getpid()
+        self._deadline: float | None = None
+
+    def renew(self) -> None:
+        """A save begins: what follows may take as long as allowed."""
+        self._deadline = None
+
+    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+        """Tell each listener of a committed save. Runs on: all ranks."""
+        for listener in self.each:
+            listener.committed(target, step, collective)
+
+    def wait(self, secs: float, *, for_all: bool = True) -> bool:
+        """Returns whether nothing is left to wait for: the work has ended, or may not take longer. Needs no other rank.
+
+        Args:
+            for_all: Also wait for what need not finish.
+        """
+        is_first = self._deadline is None
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._most_secs
+        for listener in [listener for listener in self.each if for_all or listener.must_finish]:
+            if is_first and listener.left():
+                self._log.info(f'waiting for {listener.name}')
+            left_secs = max(0.0, self._deadline - time.monotonic())
+            if not listener.wait(min(secs, left_secs)):
+                if secs < left_secs:
+                    return False
+                if left_secs:  # else it has been said
+                    left = '; '.join(listener.left())
+                    self._log.warning(
+                        f'{listener.name}: not finished within exit_wait_secs={self._most_secs:g} s: {left}'
+                    )
+        return True
+
+    def wait_before_exit(self) -> None:
+        """The process may be about to end, or goes on: wait for what must finish."""
+        if os.getpid() != self._process:
+            return
+        try:
+            self.wait(math.inf, for_all=False)
+        except BaseException:  # Ctrl-C
+            for listener in self.each:
+                if listener.must_finish and (left := listener.left()):
+                    self._log.warning(f'{listener.name}: no longer waited for: {"; ".join(left)}')
+            raise
+
+    def close(self) -> None:
+        """Training is over: end what need not finish, wait for the rest, and drop what has not finished by then."""
+        if os.getpid() != self._process:
+            return
+        for listener in self.each:
+            if not listener.must_finish:
+                listener.close()
+        self.wait_before_exit()
+        for listener in self.each:
+            listener.close()
