@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import threading
 
 import pytest
 
-from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan, visible
 from tests.unit.places.conftest import LOCK, hidden
 from xhf_hooks.errors import IncompleteError, TargetError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import WrittenSave
-
-
-def test_a_reader_never_finds_the_name_missing(folder):
-    """It polls as fast as it can while saves replace each other."""
-    commit_one(folder, 1)
-    ended, missed = threading.Event(), []
-
-    def poll() -> None:
-        while not ended.is_set():
-            missed.extend([] if (folder.path / MANIFEST_NAME).exists() else [1])
-
-    reader = threading.Thread(target=poll, daemon=True)
-    reader.start()
-    for number in range(2, 14):
-        commit_one(folder, number)
-    ended.set()
-    reader.join()
-    assert missed == [] and content(folder.path) == 13
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -41,13 +42,19 @@ def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_lin
     assert hidden(tmp_path) == LOCK
 
 
-def test_the_next_run_removes_what_a_killed_one_kept(claim, tmp_path):
+def test_the_next_run_removes_what_a_killed_one_kept_but_not_what_a_command_added(claim, tmp_path):
     folder = claim()
     commit_one(folder, 1)
-    kept = folder.keep()
+    kept, with_results = folder.keep(), folder.keep()
+    (with_results.path / 'results').mkdir()
+    (with_results.path / 'results' / 'score.json').write_text('mine')
+    with_results.release()
     folder.open_staging()
-    assert kept.path.is_dir(), 'a save of the same run leaves it to its readers'
     folder.abort()
+    assert kept.path.is_dir(), 'a save of the same run leaves it to its readers'
     folder.release()
     claim()
+    apart = tmp_path / 'hf_model_others_iter_1'
+    assert (apart / 'results' / 'score.json').read_text() == 'mine'
+    shutil.rmtree(apart)
     assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 1}

@@ -154,18 +154,6 @@ def test_a_leftover_that_cannot_be_recovered_now_stays_and_the_run_starts(tmp_pa
     assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == LOCK
 
 
-def test_what_a_command_added_to_a_kept_save_survives_the_death_of_the_run(tmp_path, claim):
-    folder = claim()
-    commit_one(folder, 1)
-    kept = folder.keep()
-    own_folder(kept.path / 'results')
-    kept.release()
-    folder.release()
-    claim()
-    assert (tmp_path / 'hf_model_others_iter_1' / 'results' / 'thesis.tex').read_text() == 'mine'
-    assert hidden(tmp_path) == LOCK
-
-
 # Cleaning up is a warning
 
 
