@@ -52,11 +52,7 @@ NAMES_OF = {
     2: [*(f'frozen-{engine}' for engine in ENGINES if 'sub_groups' not in engine), 'tied-zero2', 'tied-zero3'],
     3: ['frozen-zero2', 'frozen-zero3_small_sub_groups'],  # to three, nothing is shared out evenly
 }
-CASES = [
-    pytest.param(n, name, id=f'{n}ranks-{name}', marks=[pytest.mark.modern_only] * (n != 2))
-    for n, names in NAMES_OF.items()
-    for name in names
-]
+CASES = [pytest.param(n, name, id=f'{n}ranks-{name}') for n, names in NAMES_OF.items() for name in names]
 SHARDED = [param for param in CASES if '3ranks' in param.id or 'tied' in param.id]
 FROZEN = [param for param in CASES if 'frozen' in param.id]
 
