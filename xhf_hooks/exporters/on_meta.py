@@ -23,6 +23,10 @@ def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreT
     def build() -> PreTrainedModel:
         own = copy.deepcopy(config)  # ``__init__`` may edit it
         _prepare(own)
+        # save_pretrained of transformers 4.48 resets it, so that parts would get the attention of the whole, which they
+        # may not support
+        if vars(own).get('_attn_implementation_autoset') is False:
+            own._attn_implementation_autoset = True
         model = kind(own)
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
@@ -74,10 +78,6 @@ def _prepare(config: PretrainedConfig) -> None:
     for name in ('dtype', 'torch_dtype'):  # renamed in transformers 4.56
         if isinstance(value := vars(config).get(name), str):
             setattr(config, name, getattr(torch, value))
-    # save_pretrained of transformers 4.48 resets it, so that parts would get the attention of the whole, which they may
-    # not support
-    if vars(config).get('_attn_implementation_autoset') is False:
-        config._attn_implementation_autoset = True
     for part in vars(config).values():
         if hasattr(part, 'model_type'):  # the config of a submodel
             _prepare(part)
