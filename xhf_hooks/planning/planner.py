@@ -19,7 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
-from xhf_hooks.planning.spread import Spread, on_one_rank
+from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import (
     Bucket,
     ExportEntry,
@@ -106,7 +106,7 @@ def make_plan(
     owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=strategy.in_place)
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_copies:
-        portions = [read_by_owner(portion) if portion.spread.on_every_rank else portion for portion in portions]
+        portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
     buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
     plan = SavePlan(
@@ -120,7 +120,7 @@ def _spread_of(group: Group, spread: Mapping[str, Spread] | None) -> Spread | No
     if not group.is_contiguous:
         return None
     if spread is None:
-        return on_one_rank(math.prod(group.reads[0].shape), 0)
+        return Spread(math.prod(group.reads[0].shape), axes=())
     return spread.get(group.reads[0].name)
 
 

@@ -108,9 +108,9 @@ def portions_of(group: Group) -> list[Portion]:
     ]
 
 
-def read_by_owner(portion: Portion) -> Portion:
+def read_by_owner(portion: Portion, world_size: int) -> Portion:
     """A portion of which the owner holds everything."""
-    return replace(portion, spread=on_one_rank(portion.spread.numel, portion.placement.owner))
+    return replace(portion, spread=on_one_rank(portion.spread.numel, portion.placement.owner, world_size))
 
 
 def fill_rounds(portions: Iterable[Portion], round_nbytes: int) -> tuple[Round, ...]:

@@ -37,20 +37,18 @@ class Spread:
 
     Attributes:
         numel: Number of elements of the tensor.
-        each: Number of elements of the flat buffer on each rank, if the parts are in rank order.
+        axes: The splits, the outermost first; none if there is one rank.
         skipped: Number of elements of the flat buffer before this tensor.
-        axes: The splits, the outermost first, if the parts are not in rank order or ranks hold copies.
     """
 
     numel: int
-    each: int
+    axes: tuple[Axis, ...]
     skipped: int = 0
-    axes: tuple[Axis, ...] = ()
 
     def held_by(self, rank: int, *, with_copies: bool = False) -> range:
         """The elements of the tensor that a rank writes or sends, or all that it holds."""
         start, end = -self.skipped, self.numel
-        for axis in self.axes or (Axis(1, rank + 1, self.each),):
+        for axis in self.axes:
             if not (with_copies and axis.holds_copies):
                 start += axis.place_of(rank) * axis.each
                 end = min(end, start + axis.each)
@@ -62,9 +60,10 @@ class Spread:
         """The ranks that hold any elements, and possibly some that do not."""
         if not self.numel:
             return range(0)
-        if self.axes:
+        if len(self.axes) != 1 or self.axes[0].holds_copies:
             return range(math.prod(axis.size for axis in self.axes))
-        return range(self.skipped // self.each, -(-(self.skipped + self.numel) // self.each))
+        each = self.axes[0].each
+        return range(self.skipped // each, -(-(self.skipped + self.numel) // each))
 
     @property
     def copied(self) -> tuple[tuple[int, int], ...]:
@@ -74,7 +73,7 @@ class Spread:
     @property
     def on_every_rank(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return bool(self.axes) and all(axis.holds_copies for axis in self.axes)
+        return all(axis.holds_copies for axis in self.axes)
 
     def first_holder(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -85,10 +84,15 @@ class Spread:
         return replace(self, numel=len(part), skipped=self.skipped + part.start)
 
 
-def on_one_rank(numel: int, rank: int) -> Spread:
+def in_rank_order(numel: int, each: int, world_size: int, skipped: int = 0) -> Spread:
+    """The spread of what each rank holds ``each`` elements of, one rank after the other."""
+    return Spread(numel, (Axis(1, world_size, each),), skipped)
+
+
+def on_one_rank(numel: int, rank: int, world_size: int) -> Spread:
     """The spread of a tensor that only ``rank`` holds."""
     each = max(1, numel)
-    return Spread(numel, each, rank * each)
+    return in_rank_order(numel, each, world_size, rank * each)
 
 
 def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: int, skipped: int = 0) -> Spread | None:
@@ -109,13 +113,11 @@ def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: 
     gaps = [(end, start) for (_, end), (start, _) in pairwise(ends)]
     if any(start % end for end, start in gaps):
         return None
-    if axes == [Axis(1, world_size, each)]:
-        return Spread(numel, each, skipped)
     for end, start in gaps:
         if start > end:
             each = -(-each // (start // end))
             axes.append(Axis(end, start // end, each, holds_copies=True))
-    return Spread(numel, each, skipped, tuple(axes))
+    return Spread(numel, tuple(axes), skipped)
 
 
 def mesh_strides(ranks: np.ndarray) -> tuple[int, ...] | None:

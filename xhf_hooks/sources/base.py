@@ -117,7 +117,7 @@ class Source:
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
-            return on_one_rank(tensor.numel(), 0)
+            return on_one_rank(tensor.numel(), 0, self._world_size)
         return spread_over(tensor.numel(), [], self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:

@@ -15,7 +15,7 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.spread import Spread, in_rank_order
 
 #: A rank and the end of its fragment in one number, so that the smallest one is that of the first rank.
 _RANK_FACTOR, _NO_RANK = 2**43, 2**62
@@ -39,17 +39,18 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     firsts = collective.all_reduce(ends, 'MIN', 'plan').tolist()
     longest = collective.all_reduce(lengths, 'MAX', 'plan').tolist()
     rows = zip(tensors.items(), firsts, longest, strict=True)
-    return {name: _spread(tensor.numel(), first, most) for (name, tensor), first, most in rows}
+    world_size = collective.world_size
+    return {name: _spread(tensor.numel(), first, most, world_size) for (name, tensor), first, most in rows}
 
 
-def _spread(numel: int, first: int, longest: int) -> Spread:
+def _spread(numel: int, first: int, longest: int, world_size: int) -> Spread:
     """The spread for parts as long as the longest fragment.
 
     This needs no knowledge of the flat buffer. With three or more fragments, the longest is a whole part; with two, any
     part of at least that length gives the same spread.
     """
     (first_rank, first_end), each = divmod(first, _RANK_FACTOR), max(1, longest)
-    return Spread(numel, each, (first_rank + 1) * each - first_end)
+    return in_rank_order(numel, each, world_size, (first_rank + 1) * each - first_end)
 
 
 def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:

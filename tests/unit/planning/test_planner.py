@@ -9,7 +9,7 @@ import pytest
 from xhf_hooks.errors import PlanError
 from xhf_hooks.options import parse_size
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.spread import Spread
+from xhf_hooks.planning.spread import in_rank_order
 from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
@@ -80,9 +80,9 @@ OTHERS = {
     'bucket': plan_of(BASE, bucket=16),
     'shard': plan_of(BASE, shard=16),
     'index': plan_of(BASE, shard=16, n_parameters=8),
-    'who has what': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 2)}),
-    'more on the first': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 3)}),
-    'from another place': plan_of(BASE, strategy=STREAM, spread={'a': Spread(4, 3, 1)}),
+    'who has what': plan_of(BASE, strategy=STREAM, spread={'a': in_rank_order(4, 2, 2)}),
+    'more on the first': plan_of(BASE, strategy=STREAM, spread={'a': in_rank_order(4, 3, 2)}),
+    'from another place': plan_of(BASE, strategy=STREAM, spread={'a': in_rank_order(4, 3, 2, 1)}),
 }
 
 
@@ -95,7 +95,9 @@ def test_digest_differs():
 def test_small_slices_of_very_many_ranks_are_gathered():
     specs = [spec('norm', 4096, dtype='BF16'), spec('weight', 4096 * 4096, dtype='BF16')]
     for world_size, gathered in ((8, []), (1024, ['norm'])):
-        spread = {spec.name: Spread(spec.shape[0], -(-spec.shape[0] // world_size)) for spec in specs}
+        spread = {
+            spec.name: in_rank_order(spec.shape[0], -(-spec.shape[0] // world_size), world_size) for spec in specs
+        }
         plan = plan_of(specs, strategy=STREAM, spread=spread)
         assert [group.reads[0].name for group in plan.gathered] == gathered
         pieces = sum(len(p.spread.holders) for at_once in plan.rounds for p in at_once.portions if p.number == 0)

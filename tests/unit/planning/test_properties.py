@@ -24,7 +24,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.spread import Axis, Spread
+from xhf_hooks.planning.spread import Axis, Spread, in_rank_order
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
@@ -110,11 +110,12 @@ def _spread(spec: TensorSpec, world_size: int, dice: random.Random) -> Spread:
     """As ZeRO-3 does it, as a part of something flat that is cut into equal parts, or on a mesh, with copies."""
     numel, way = math.prod(spec.shape), dice.random()
     if way < 0.4:
-        return Spread(numel, max(1, -(-numel // world_size)))
+        return in_rank_order(numel, max(1, -(-numel // world_size)), world_size)
     skipped = dice.randrange(20)
     if way < 0.7:
-        return Spread(numel, 1, skipped, _axes(skipped + numel + 1, world_size, dice))
-    return Spread(numel, -(-(skipped + numel + dice.randrange(1, 20)) // world_size), skipped)
+        return Spread(numel, _axes(skipped + numel + 1, world_size, dice), skipped)
+    each = -(-(skipped + numel + dice.randrange(1, 20)) // world_size)
+    return in_rank_order(numel, each, world_size, skipped)
 
 
 def _axes(each: int, world_size: int, dice: random.Random) -> tuple[Axis, ...]:
