@@ -68,21 +68,10 @@ def make_plan(
         PlanError: Two entries have the same name, or an entry reads a tensor that the source lacks.
     """
     spec_of = {spec.name: spec for spec in specs}
-    sets: dict[FileSet, dict[str, ExportEntry]] = {}
-    for entry in entries:
-        if entry.hf_name in sets.setdefault(entry.file_set, {}):
-            raise PlanError(f'two tensors would be written under the same name: {entry.hf_name}')
-        unknown = [name for name in entry.reads if name not in spec_of]
-        if unknown:
-            raise PlanError(f'{entry.hf_name} is made from {unknown}, which the model does not have')
-        sets[entry.file_set][entry.hf_name] = entry
-    if not sets:
-        raise PlanError('nothing to save: the exporter lists no tensors')
-
     files: list[OutputFile] = []
     groups: list[Group] = []
     indexes: dict[str, dict[str, Any]] = {}
-    for file_set, entry_of in sets.items():
+    for file_set, entry_of in _by_file_set(entries, spec_of).items():
         total = n_parameters.get(file_set.folder) if isinstance(n_parameters, Mapping) else n_parameters
         set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, total)
         files += set_files
@@ -113,6 +102,22 @@ def make_plan(
         tuple(files), tuple(written), fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
     )
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
+
+
+def _by_file_set(
+    entries: Sequence[ExportEntry], spec_of: Mapping[str, TensorSpec]
+) -> dict[FileSet, dict[str, ExportEntry]]:
+    sets: dict[FileSet, dict[str, ExportEntry]] = {}
+    for entry in entries:
+        if entry.hf_name in sets.setdefault(entry.file_set, {}):
+            raise PlanError(f'two tensors would be written under the same name: {entry.hf_name}')
+        unknown = [name for name in entry.reads if name not in spec_of]
+        if unknown:
+            raise PlanError(f'{entry.hf_name} is made from {unknown}, which the model does not have')
+        sets[entry.file_set][entry.hf_name] = entry
+    if not sets:
+        raise PlanError('nothing to save: the exporter lists no tensors')
+    return sets
 
 
 def _spread_of(group: Group, spread: Mapping[str, Spread] | None) -> Spread | None:
