@@ -119,8 +119,8 @@ class CheckpointManager:
         if unwrapped.engine is not None:
             refuse_outdated('deepspeed')
         self._open_run = OpenRun(run, self._places, self.close)
+        self._open_run.close_earlier(log)
         with ExitStack() as ending:
-            self._open_run.begin(log)
             ending.callback(self._open_run.end)
             self.collective = Collective() if collective is None else collective
             ending.callback(self.collective.close)
@@ -154,6 +154,7 @@ class CheckpointManager:
         # A run that is never closed must not keep its model in memory, nor locks after garbage collection. So nothing
         # that has a thread or a handler, or that is named here, may know this manager or the run
         weakref.finalize(self, _end_forgotten, os.getpid(), self._targets, self._listeners).atexit = False
+        self._open_run.begin()
 
     def _make_listeners(self) -> None:
         """What works beside training: the save in flight, uploads, and on rank 0 the command of ``on_saved``."""

@@ -38,7 +38,7 @@ class OpenRun:
         """False in a forked child, whose parent goes on with the run."""
         return self._process == os.getpid()
 
-    def begin(self, log: logging.LoggerAdapter) -> None:
+    def close_earlier(self, log: logging.LoggerAdapter) -> None:
         """Close earlier runs that are over. A thread trains one run at a time.
 
         Raises:
@@ -58,6 +58,9 @@ class OpenRun:
                     f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
                     f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
                 )
+
+    def begin(self) -> None:
+        """From now on, later runs may close it."""
         OpenRun._open.add(self)
 
     def end(self) -> None:
