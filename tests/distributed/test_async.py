@@ -48,18 +48,18 @@ def direct(root: Path) -> dict[str, int]:
     from xhf_hooks.collective import Collective
     from xhf_hooks.places.checkpoint_folder import CheckpointFolder
     from xhf_hooks.planning.types import Step
-    from xhf_hooks.writers.direct import DirectWrites
+    from xhf_hooks.writers import output_file
 
     model = zero_engine(larger_llama().to(torch.bfloat16), 3).module
-    write, done = DirectWrites.write, [0]
+    write, done = output_file.write_directly, [0]
 
-    def count(self: DirectWrites, *args: Any) -> tuple[int, int]:
-        start, end = write(self, *args)
-        done.append(end - start)
-        return start, end
+    def count(*args: Any) -> range:
+        written = write(*args)
+        done.append(len(written))
+        return written
 
     found = {}
-    with mock.patch.object(DirectWrites, 'write', count):
+    with mock.patch.object(output_file, 'write_directly', count):
         for writer in WRITERS:
             waited = make_saver(model, Collective(), writer=writer)
             done[:] = [0]

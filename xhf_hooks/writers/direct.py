@@ -26,43 +26,33 @@ _FILE_SYSTEMS = {0xEF53, 0x58465342}
 _REFUSALS = {errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-class DirectWrites:
-    """Direct writes to one open file. Used by: one thread, which makes all writes to the descriptor.
+def takes_direct_writes(fd: int) -> bool:
+    """Whether the file system of an open file takes them well (statfs(2))."""
+    found = (ctypes.c_ulong * 64)()  # larger than any struct statfs, which begins with the type
+    return hasattr(os, 'O_DIRECT') and fstatfs(fd, found) and found[0] in _FILE_SYSTEMS
+
+
+def write_directly(fd: int, data: memoryview, offset: int) -> range:
+    """Write the whole blocks of ``data`` if possible; returns the range of its bytes that were written.
 
     Args:
-        fd: Open for writing; O_DIRECT is set only while :meth:`write` runs.
+        fd: Open for writing. One thread makes all writes to it, since O_DIRECT is set meanwhile.
+
+    Raises:
+        OSError: The write failed.
     """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._works = hasattr(os, 'O_DIRECT') and _file_system(fd) in _FILE_SYSTEMS
-
-    def write(self, data: memoryview, offset: int) -> tuple[int, int]:
-        """Write the whole blocks of ``data`` if possible; returns the range of its bytes that were written.
-
-        Raises:
-            OSError: The write failed.
-        """
-        start, end = -offset % _BLOCK_NBYTES, data.nbytes - (offset + data.nbytes) % _BLOCK_NBYTES
-        if not self._works or end - start < _LEAST_NBYTES:
-            return 0, 0
-        if (np.frombuffer(data, np.uint8).ctypes.data - offset) % _BLOCK_NBYTES:
-            return 0, 0
-        flags, done = fcntl.fcntl(self._fd, fcntl.F_GETFL), start
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            while done < end:
-                done += os.pwrite(self._fd, data[done:end], offset + done)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
-            self._works = False
-        finally:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-        return start, done
-
-
-def _file_system(fd: int) -> int | None:
-    """The type of the file system (statfs(2)); None if unknown."""
-    found = (ctypes.c_ulong * 64)()  # larger than any struct statfs, which begins with the type
-    return found[0] if fstatfs(fd, found) else None
+    start = -offset % _BLOCK_NBYTES
+    end = data.nbytes - (offset + data.nbytes) % _BLOCK_NBYTES
+    if end - start < _LEAST_NBYTES or (np.frombuffer(data, np.uint8).ctypes.data - offset) % _BLOCK_NBYTES:
+        return range(0)
+    flags, done = fcntl.fcntl(fd, fcntl.F_GETFL), start
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while done < end:
+            done += os.pwrite(fd, data[done:end], offset + done)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return range(start, done)

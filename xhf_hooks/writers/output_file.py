@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.system.calls import fallocate, naming, sync_file_range
-from xhf_hooks.writers.direct import DirectWrites
+from xhf_hooks.writers.direct import takes_direct_writes, write_directly
 
 #: Most bytes of one write through the page cache.
 _PART_NBYTES = 8 * 2**20
@@ -87,14 +87,7 @@ class OutputFile:
         TargetError: On this host, the name refers to another file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        identity: FileIdentity,
-        *,
-        write_behind: bool = True,
-        direct: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, identity: FileIdentity, *, write_behind: bool = True, direct: bool = False) -> None:
         self._path = path
         self._fd = os.open(path, os.O_WRONLY)
         try:
@@ -102,16 +95,16 @@ class OutputFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._direct = DirectWrites(self._fd) if direct else None
+        self._is_direct = direct and takes_direct_writes(self._fd)
         self._behind = WriteBehind(self._fd) if write_behind else None
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
         with naming(self._path):
-            start, end = (0, 0) if self._direct is None else self._direct.write(data, offset)
-            for first, stop in ((0, start), (end, data.nbytes)):
-                for at in range(first, stop, _PART_NBYTES):
-                    part = data[at : min(at + _PART_NBYTES, stop)]
+            done = write_directly(self._fd, data, offset) if self._is_direct else range(0)
+            for rest in (range(done.start), range(done.stop, data.nbytes)):
+                for at in rest[::_PART_NBYTES]:
+                    part = data[at : min(at + _PART_NBYTES, rest.stop)]
                     _write_all(self._fd, part, offset + at)
                     if self._behind is not None:
                         self._behind.wrote(offset + at, part.nbytes)
