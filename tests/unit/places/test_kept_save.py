@@ -48,7 +48,6 @@ def test_the_next_run_removes_what_a_killed_one_kept_but_not_what_a_command_adde
     kept, with_results = folder.keep(), folder.keep()
     (with_results.path / 'results').mkdir()
     (with_results.path / 'results' / 'score.json').write_text('mine')
-    with_results.release()
     folder.open_staging()
     folder.abort()
     assert kept.path.is_dir(), 'a save of the same run leaves it to its readers'
