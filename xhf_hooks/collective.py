@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store, _set_pg_timeout
 
 from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
-from xhf_hooks.system.calls import allow_open_files
+from xhf_hooks.system.files import allow_open_files
 
 T = TypeVar('T')
 #: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.

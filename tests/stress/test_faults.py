@@ -206,7 +206,7 @@ def full_disk(parent: Path, can_reserve: bool) -> dict[str, Any]:
             _fill(parent.parent / 'filler', leave_nbytes=ROOM_FOR_MANIFEST)
         write(self, chunk)
 
-    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.calls.fallocate.function', None)
+    reserving = nullcontext() if can_reserve else mock.patch('xhf_hooks.system.linux_calls.fallocate.function', None)
     with reserving:
         message = run.save(2, mock.patch.object(Writer, 'write', fill_disk_and_write))
     run.when_all_are_here((parent.parent / 'filler').unlink if run.collective.rank == 0 else str)

@@ -40,7 +40,7 @@ from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
-from xhf_hooks.system.calls import naming
+from xhf_hooks.system.files import naming
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 

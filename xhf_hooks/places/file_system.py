@@ -11,7 +11,7 @@ import stat
 import uuid
 from pathlib import Path
 
-from xhf_hooks.system.calls import renameat2
+from xhf_hooks.system.linux_calls import renameat2
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h; renameat2(2)

@@ -41,7 +41,7 @@ from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
-from xhf_hooks.system.calls import naming
+from xhf_hooks.system.files import naming
 
 T = TypeVar('T')
 _FORMAT_VERSION = 2

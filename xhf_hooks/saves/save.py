@@ -31,7 +31,7 @@ from xhf_hooks.saves.telemetry import Progress, SaveClock
 from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.replicated import require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
-from xhf_hooks.system.calls import naming
+from xhf_hooks.system.files import naming
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite
 

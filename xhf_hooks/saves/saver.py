@@ -25,7 +25,7 @@ from xhf_hooks.sources import source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
 from xhf_hooks.sources.send import Snapshot
-from xhf_hooks.system.calls import allow_open_files, naming
+from xhf_hooks.system.files import allow_open_files, naming
 from xhf_hooks.writers.writer import Writer
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.system.calls import allow_open_files
+from xhf_hooks.system.files import allow_open_files
 
 COPY_HINT = 'copy or download it again, or take another iteration'
 

@@ -14,7 +14,7 @@ import os
 
 import numpy as np
 
-from xhf_hooks.system.calls import fstatfs
+from xhf_hooks.system.linux_calls import fstatfs
 
 #: A multiple of every disk's block size; also the page size.
 _BLOCK_NBYTES = 4096

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.system.calls import fallocate, naming, sync_file_range
+from xhf_hooks.system.files import naming
+from xhf_hooks.system.linux_calls import fallocate, sync_file_range
 from xhf_hooks.writers.direct import takes_direct_writes, write_directly
 
 #: Most bytes of one write through the page cache.

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, load_tokenizer
-from xhf_hooks.system.calls import naming
+from xhf_hooks.system.files import naming
 
 CONFIG = 'tokenizer_config.json'
 JSON = 'tokenizer.json'

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xhf_hooks.system.calls import naming
+from xhf_hooks.system.files import naming
 
 #: Linux's device that is always full.
 FULL = Path('/dev/full')
