@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.faults.free_port import free_port
+from tests.helpers.ranks.processes import free_port, started, wait_until
 
 BUCKET = 'bucket'
 KEY, SECRET = 'AKIAEXAMPLEKEY000000', 'averysecretsecretofatest'
@@ -63,26 +60,17 @@ def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Se
         rclone = Path(sys.executable).with_name('rclone')
         command = [str(rclone), 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
         command += ['--config', str(folder / 'none.conf'), *options, str(bucket.parent)]
-    with (folder / f'{kind}.log').open('ab') as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        _wait_until_it_answers(process, port)
+    log = folder / f'{kind}.log'
+    with started(command, log) as process:
+        wait_until(lambda: _answers(port), process, log, f'{kind} answered')
         if kind == 'moto':
             _make_bucket(port)
         yield S3Server(kind, port)
-    finally:
-        process.terminate()
-        process.wait()
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int) -> None:
-    for _ in range(600):
-        if process.poll() is not None:
-            raise RuntimeError(f'{process.args}: ended with {process.returncode}')
-        with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), timeout=5):
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f'{process.args}: does not answer')
+def _answers(port: int) -> bool:
+    with socket.create_connection(('127.0.0.1', port), timeout=5):
+        return True
 
 
 def _make_bucket(port: int) -> None:

@@ -33,7 +33,7 @@ from subprocess import CompletedProcess
 from typing import Any
 from unittest import mock
 
-from tests.helpers.faults.free_port import free_port
+from tests.helpers.ranks.processes import free_port
 
 REPO_ROOT = Path(__file__).resolve().parents[3]
 PEER_GRACE_SECS = 30.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,3 +75,12 @@ def wait_until(done: Callable[[], bool], process: subprocess.Popen[bytes], log: 
             why = f'ended with {process.returncode}' if ended else f'{START_SECS:.0f} s went by'
             raise StartError(f'{why} before {what}; its log:\n{log.read_text(errors="replace")[-4000:]}')
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A free port outside of the system's range for connections, since another test run may open many meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port
