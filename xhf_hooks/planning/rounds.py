@@ -101,7 +101,9 @@ class Round:
 
 
 def portions_of(group: Group) -> list[Portion]:
-    """Each output of a group that is not gathered, with the elements that each rank holds."""
+    """Each output of a group with the elements that each rank holds; none if it is gathered."""
+    if group.spread is None:
+        return []
     return [
         Portion(group.reads[0], placement, group.spread.within(placement.source_range))
         for placement in group.placements

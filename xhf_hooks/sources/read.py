@@ -84,17 +84,20 @@ class SliceReader:
         """
         for portion in portions:
             mine, placement = portion.held_by(self._rank), portion.placement
-            own = self._shard(portion) if mine else None
+            if not mine:
+                continue
+            own = self._shard(portion)
             for start in mine[::_PART_NUMEL]:
                 first = placement.source_range.start + start - own.start
                 part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
                 yield to_host(placement, part.to(TORCH_DTYPES[placement.dtype]), start * portion.width)
 
     def _shard(self, portion: Portion) -> LocalShard:
-        spec, held, first = portion.read, portion.spread.held_by(self._rank), portion.placement.source_range.start
+        spec = portion.read
         if self._last is None or self._last[0] != spec.name:
             self._last = spec.name, self._source.local_shard(spec)
         own = self._last[1]
+        held, first = portion.spread.held_by(self._rank), portion.placement.source_range.start
         start, end = held.start + first, held.stop + first
         found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
         if start < found.start or end > found.stop or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:

@@ -123,7 +123,9 @@ class Zero3Source(Source):
         from deepspeed.accelerator import get_accelerator
 
         device = get_accelerator().current_device_name()
-        found, on_their_way, error = {}, [], None
+        found: dict[str, torch.Tensor] = {}
+        on_their_way = []
+        error: Exception | None = None
         for spec in specs:
             tensor = self._tensors[spec.name]
             try:
