@@ -218,7 +218,7 @@ class FolderCheck:
                 except DamagedError as error:
                     self.add(PROBLEM, 'index', str(error))
         shards = {name for name in files if _SHARD.fullmatch(name)}
-        self._tell_names('index', 'shards that no index names', [prefix + name for name in shards - indexed])
+        self._tell_names('shards that no index names', [prefix + name for name in shards - indexed])
         if indexed and 'model.safetensors' in files - indexed:
             self.add(PROBLEM, 'index', f'{prefix}model.safetensors beside shards; loaders read only one of them')
 
@@ -231,12 +231,12 @@ class FolderCheck:
         where, n_before = f'{prefix}{name}', len(self.problems())
         weight_map, metadata = read_index(self.path / where)
         named = set(weight_map.values())
-        self._tell_names('index', f'{where}: files are missing', named - files)
+        self._tell_names(f'{where}: files are missing', named - files)
         headers = {file: self.headers[prefix + file] for file in named & files if prefix + file in self.headers}
         listed = {(tensor, file) for tensor, file in weight_map.items() if file in headers}
         found = {(entry.name, file) for file, header in headers.items() for entry in header.entries}
-        self._tell_names('index', f'{where}: tensors are not in their files', [tensor for tensor, _ in listed - found])
-        self._tell_names('index', f'{where}: tensors are not in the index', [tensor for tensor, _ in found - listed])
+        self._tell_names(f'{where}: tensors are not in their files', [tensor for tensor, _ in listed - found])
+        self._tell_names(f'{where}: tensors are not in the index', [tensor for tensor, _ in found - listed])
         nbytes = sum(entry.end - entry.start for header in headers.values() for entry in header.entries)
         total = metadata.get('total_size')
         if total is None:
@@ -280,7 +280,7 @@ class FolderCheck:
         shown = some([f'{name} ({non_finite[name]})' for name in worst])
         self.add(PROBLEM, 'values', f'{counted(len(worst), "tensor")} with infinite or NaN values: {shown}')
 
-    def _tell_names(self, check: str, what: str, names: Iterable[str]) -> None:
+    def _tell_names(self, what: str, names: Iterable[str]) -> None:
         listed = sorted(names)
         if listed:
-            self.add(PROBLEM, check, f'{what}: {some(listed)}')
+            self.add(PROBLEM, 'index', f'{what}: {some(listed)}')
