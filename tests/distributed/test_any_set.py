@@ -175,6 +175,7 @@ task.make_base_folder(Path(sys.argv[2]))
 """
 
 
+@pytest.mark.needs()
 def test_the_demos_base_folder(tmp_path):
     """Its tokenizer is read by this version of transformers, and is what was trained."""
     from transformers import AutoTokenizer

@@ -238,6 +238,7 @@ def test_the_example_exporter_is_chosen(monkeypatch):
     assert {read for entry in entries for read in entry.reads} == names
 
 
+@pytest.mark.needs()
 def test_the_benchmark_runs_outside_of_the_environment(tmp_path):
     """By its Python's path alone: torchrun and ninja are not on PATH."""
     command = [sys.executable, 'tools/bench.py', 'save', '--billions', '0.05', '--repeats', '1', '--in-a-row', '1']

@@ -18,6 +18,8 @@ from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.ranks.launch import REPO_ROOT
 
+pytestmark = pytest.mark.needs()
+
 #: What an environment with only the required packages lacks.
 LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'isal')
 
