@@ -1,8 +1,7 @@
-"""What goes on beside training, as a run and its saves see it: listeners, and the wait for them however the run ends.
+"""Listeners: what goes on beside training, and how all of it is waited for, however the run ends.
 
-A listener is told of each save when it is committed, and works on it in a thread of its own, where it tells the
-outcome: :class:`.Uploads`, :class:`.OnSaved`. The save in flight is one, too (:class:`.SavesInBackground`): its work is
-the save.
+A listener is told of each committed save, works on it in a thread of its own, and tells the outcome there:
+:class:`.Uploads`, :class:`.OnSaved`. The save in flight is one, too (:class:`.SavesInBackground`): its work is the save.
 """
 
 from __future__ import annotations
@@ -78,13 +77,13 @@ class Listener(ABC, Generic[Job]):
 
     def left(self) -> list[str]:
         """The saves on which work is left."""
-        jobs = dict.fromkeys([self._current, *self._waiting])  # for a moment, a job may be in both
-        return [str(job) for job in jobs if job is not None]
+        waiting = [*self._waiting]  # first: what has left it since is the current one. For a moment, a job may be both
+        return [str(job) for job in dict.fromkeys([self._current, *waiting]) if job is not None]
 
     def wait(self, secs: float = math.inf) -> bool:
         """Wait until nothing is left to do; returns False if time ran out. Needs no other rank.
 
-        A signal handler may interrupt any method of a listener and call this, so they take no locks.
+        A signal handler may interrupt :meth:`add` or this and call this, so they take no locks.
         """
         self._wake.put(True)  # it may have interrupted add()
         return poll(lambda: not self.left(), secs)
@@ -119,7 +118,9 @@ class Listeners:
 
     def __init__(self, log: LoggerAdapter, most_secs: float) -> None:
         self.each: list[Listener] = []
-        self._log, self._most_secs, self._process = log, most_secs, os.getpid()
+        self._log = log
+        self._most_secs = most_secs
+        self._process = os.getpid()
         self._deadline: float | None = None
 
     def renew(self) -> None:

@@ -61,7 +61,10 @@ class Uploads(EachSave[UploadJob]):
     def __init__(
         self, destinations: Mapping[str, StoredSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
     ) -> None:
-        self._destinations, self._rank, self._n_ranks, self._number = destinations, rank, n_ranks, 0
+        self._destinations = destinations
+        self._rank = rank
+        self._n_ranks = n_ranks
+        self._number = 0
         self._is_sending = False  # on other ranks than rank 0
         super().__init__(log)
 

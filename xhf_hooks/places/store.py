@@ -171,7 +171,9 @@ class StoredSaves:
         options: Mapping[str, Any] | None = None,
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
-        self.url, self.name, self.max_keep = url, name, max_keep
+        self.url = url
+        self.name = name
+        self.max_keep = max_keep
         self.run = uuid.uuid4().hex
         self._options, self._warn = options, warn
         self._pointer = Pointer()  # as last read or written
