@@ -77,7 +77,7 @@ class Listener(ABC, Generic[Job]):
 
     def left(self) -> list[str]:
         """The saves on which work is left."""
-        waiting = [*self._waiting]  # first: what has left it since is the current one. For a moment, a job may be both
+        waiting = [*self._waiting]  # read first: what has left it since is the current one, or done
         return [str(job) for job in dict.fromkeys([self._current, *waiting]) if job is not None]
 
     def wait(self, secs: float = math.inf) -> bool:
