@@ -1,7 +1,7 @@
 """Listeners: what goes on beside training, and how all of it is waited for, however the run ends.
 
 A listener is told of each committed save, works on it in a thread of its own, and tells the outcome there:
-:class:`.Uploads`, :class:`.OnSaved`. The save in flight is one, too: the work of :class:`.SavesInBackground` is to save.
+:class:`.Uploads`, :class:`.OnSaved`. So is the save in flight: the work of :class:`.SavesInBackground` is to save.
 """
 
 from __future__ import annotations
