@@ -112,24 +112,25 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     Raises:
         OptionError: The option names a folder without tokenizer files.
     """
-    if of_the_run is None or isinstance(of_the_run, (dict, str, Path)):
-        of_the_run = of_the_run if exporter.tokenizer_of_model is None else exporter.tokenizer_of_model
-    tokenizer = option if option is not None else of_the_run
-    warnings = []
-    if isinstance(tokenizer, dict):
-        tokenizer = build_from_config(tokenizer)
-    elif isinstance(tokenizer, (str, Path)):
+    is_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
+    if is_recipe and exporter.tokenizer_of_model is not None:
+        of_the_run = exporter.tokenizer_of_model
+    tokenizer = of_the_run if option is None else option
+    if isinstance(tokenizer, (str, Path)):
         found = load_tokenizer(str(tokenizer), trust_remote_code=False)
         if found is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
         return found, []
-    if tokenizer is not None and not hasattr(tokenizer, 'save_pretrained'):
+    if isinstance(tokenizer, dict):
+        tokenizer = build_from_config(tokenizer)
+    if hasattr(tokenizer, 'save_pretrained'):
+        return tokenizer, []
+    warnings = []
+    if tokenizer is not None:
         found_kind = f'{type(tokenizer).__module__}.{type(tokenizer).__qualname__}'
         warnings.append(f"the run's tokenizer is a {found_kind}, not one of transformers: it is not saved")
-        tokenizer = None
-    if tokenizer is None:
-        tokenizer = exporter.base_tokenizer()
     base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
+    tokenizer = exporter.base_tokenizer()
     if tokenizer is None:
         warnings.append(f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer')
     elif warnings:
