@@ -182,9 +182,7 @@ def _child_of_xtuners(
 
 
 def _build_of_transformers(meta_model: MetaModel, checkpoint: Path, folder: Path | None, given: str | None) -> None:
-    """Args:
-    folder: Has the config of the model or of its adapter. That of an adapter in the given folder comes first.
-    """
+    """The config of the model, or of its adapter, is in ``folder`` beside the checkpoint, or in the given one."""
     base = given or str(folder)
     of_given = base_file(given or '', ADAPTER_CONFIG)
     adapter = of_given or base_file(str(folder or ''), ADAPTER_CONFIG)

@@ -67,7 +67,7 @@ _JINJA = """
 """
 
 
-def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '') -> str:
+def _jinja_template(template: Mapping[str, Any], bos: str, eos: str) -> str:
     """The Jinja chat template that renders the text of XTuner's training.
 
     A template without SYSTEM refuses dialogues with a system message, as XTuner does.
@@ -75,11 +75,6 @@ def jinja_template(template: Mapping[str, Any], *, bos: str = '', eos: str = '')
     Args:
         template: As in ``xtuner.utils.PROMPT_TEMPLATE``: INSTRUCTION, and optionally SYSTEM, SUFFIX, SUFFIX_AS_EOS,
             SEP, STOP_WORDS.
-        bos: Text at the start of each training sample, see :func:`bos_eos_text`.
-        eos: Text of the EOS token, unless SUFFIX replaces it.
-
-    Raises:
-        OptionError: XTuner could not train with this template.
     """
     if not isinstance(template, Mapping) or not isinstance(template.get('INSTRUCTION'), str):
         raise OptionError('prompt_template', 'a mapping with the text INSTRUCTION', template)
@@ -128,7 +123,7 @@ def tokenizer_for_run(
     if template is None or tokenizer is None:
         return tokenizer, (), ()
     bos, eos = bos_eos_text(tokenizer)
-    wanted = jinja_template(template, bos=bos, eos=eos)
+    wanted = _jinja_template(template, bos, eos)
     stop_ids = {word: _token_id(tokenizer, word) for word in _stop_words(template)}
     ids = [found for found in (tokenizer.eos_token_id, *stop_ids.values()) if found is not None]
     messages = []
@@ -151,8 +146,7 @@ def template_of_config(cfg: Mapping[str, Any], *, may_import: bool = True) -> Ma
     Raises:
         OptionError: The template does not exist or is ambiguous.
     """
-    dataset = cfg.get('train_dataset')
-    dataloader = cfg.get('train_dataloader')
+    dataset, dataloader = cfg.get('train_dataset'), cfg.get('train_dataloader')
     if isinstance(dataloader, Mapping) and dataloader.get('dataset') is not None:
         dataset = dataloader.get('dataset')
     used, no_template = [], False
