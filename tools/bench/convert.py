@@ -70,11 +70,13 @@ def variables() -> dict[str, str]:
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
     """Make the checkpoint, a config, and a base model of zeros (which XTuner loads); returns their figures."""
+    from tests.helpers.models.model_folder import save_tokenizer
+
     job = {'what': 'checkpoint', 'billions': billions, 'optimizer': OPTIMIZERS[billions], 'folder': str(folder)}
     made = run_worker(2, job, folder, **variables())
     base, numel = folder / 'base', made['parameters']
     (folder / 'config.py').write_text(CONFIG.format(base=str(base)))
-    _save_tokenizer(base)
+    save_tokenizer(base, 8)
     _save_zeros(base / 'model.safetensors', made['shapes'])
     nbytes = sum(file.stat().st_size for file in (folder / 'iter_1.pth').iterdir())
     return {'parameters': numel, 'checkpoint_nbytes': nbytes, 'read_nbytes': 4 * numel, 'written_nbytes': 2 * numel}
@@ -86,14 +88,6 @@ def _save_zeros(file: Path, shapes: Mapping[str, list[int]]) -> None:
     with file.open('wb') as out:
         out.write(header)
         out.truncate(entries[-1].end)
-
-
-def _save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({'<unk>': 0, 'hello': 1}, unk_token='<unk>'))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>').save_pretrained(folder)
 
 
 def ours(folder: Path) -> list[str]:
