@@ -62,8 +62,14 @@ class Pair:
         """The result as JSON values; infinity becomes ``'inf'``."""
         found, n_elements = self.found, math.prod(self.shape)
         values = {
-            **{key: getattr(self, key) for key in ('name', 'verdict', 'shape', 'dtypes', 'ulp_of', 'reason')},
-            **{key: getattr(found, key) for key in ('n_differ', 'max_abs')},
+            'name': self.name,
+            'verdict': self.verdict,
+            'shape': self.shape,
+            'dtypes': self.dtypes,
+            'ulp_of': self.ulp_of,
+            'reason': self.reason,
+            'n_differ': found.n_differ,
+            'max_abs': found.max_abs,
             'n_elements': n_elements,
             'mean_abs': found.sum_abs / max(1, n_elements),
             'max_ulps': None if self.ulp_of is None else found.max_ulps,
