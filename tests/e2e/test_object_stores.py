@@ -65,12 +65,6 @@ def test_refusals_tell_no_secret(server, monkeypatch):
         assert not any(secret in str(caught.value) for secret in (KEY, SECRET, SECRET[::-1]))
 
 
-def test_nobody_listens():
-    store = Store(f's3://{BUCKET}/run', {'endpoint_url': 'http://127.0.0.1:9'})
-    with pytest.raises(StoreError, match=r'127\.0\.0\.1:9'):
-        store.require_writable()
-
-
 def test_an_older_botocore_gets_only_options_that_it_has(monkeypatch, server):
     """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
     monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
