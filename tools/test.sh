@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
-XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,system/test_installed.py})
+XTUNERS=(tests/e2e/xtuner_stack tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py)
 TRAINERS=(trl axolotl swift llamafactory)
 
