@@ -5,15 +5,16 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
 #: What happens instead of forwarding a request: a status, 'cut', 'hang', or 'lose' (forward it, but cut the answer).
 Fault = int | str | None
+#: Longer than clients wait.
+HANG_SECS = 30.0
 _CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 503: 'SlowDown'}
 
 
@@ -23,14 +24,11 @@ class FaultyProxy:
 
     Attributes:
         decide: Called with the method and path of each request, from many threads; returns the fault.
-        seen: Number of requests by method and path.
     """
 
     port: int
+    server_port: int
     decide: Callable[[str, str], Fault] = lambda method, path: None
-    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
-    hang_secs: float = 30.0
-    server_port: int = 0
 
 
 @contextmanager
@@ -44,10 +42,9 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
         def handle_all(self) -> None:
             body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
             path = unquote(self.path)
-            proxy.seen[self.command, path.partition('?')[0]] += 1
             fault = proxy.decide(self.command, path)
             if fault == 'hang':
-                ended.wait(proxy.hang_secs)
+                ended.wait(HANG_SECS)
                 fault = 'cut'
             if fault == 'cut':
                 self.close_connection = True
@@ -100,7 +97,7 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
 
     server = Server(('127.0.0.1', 0), Handler)
     server.daemon_threads = True
-    proxy = FaultyProxy(server.server_address[1], server_port=server_port)
+    proxy = FaultyProxy(server.server_address[1], server_port)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield proxy
