@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.models.adapted import assert_rounded_once
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.models.zoo.llava import TinyLlava, save_bases
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import names_read, save_folder, zero_engine
 
-#: Options of the model, and the trained parts besides the projector to the folders that they have in XTuner's layout.
-MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    'pretrain': (dict(frozen=('llm', 'visual_encoder')), {}),
-    'full': ({}, {'llm': '.', 'visual_encoder': 'visual_encoder'}),
+#: Options of the model, and the folders that its trained parts have in XTuner's layout.
+MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    'pretrain': (dict(frozen=('llm', 'visual_encoder')), {'projector'}),
+    'full': ({}, {'.', 'visual_encoder', 'projector'}),
     'lora': (
         dict(lora={'llm': dict(target_modules='all-linear'), 'visual_encoder': dict(target_modules=['q_proj'])}),
-        {'llm': 'llm_adapter', 'visual_encoder': 'visual_encoder_adapter'},
+        {'llm_adapter', 'visual_encoder_adapter', 'projector'},
     ),
 }
 #: Name to the options of a save.
@@ -28,51 +27,23 @@ SAVES: dict[str, dict[str, str]] = {'xtuner': {}, 'huggingface': dict(llava_form
 
 
 def save_case(name: str, root: Path) -> dict[str, set[str]]:
-    """Saves the partitioned model, and on rank 0 what it is to be compared with. Runs on: all ranks.
+    """Save the model as every rank has it, and partitioned. Runs on: all ranks.
 
     Returns:
-        The names that each save read.
+        The names that each save of the partitioned model read.
     """
     import torch
-    import torch.distributed as dist
 
-    def build() -> TinyLlava:
-        return TinyLlava(root, dtype=torch.bfloat16, **MODELS[name][0])
-
-    folder = root / name
-    if dist.get_rank() == 0:
-        for part in ('llm', 'visual_encoder', 'projector'):
-            getattr(build(), part).save_pretrained(folder / 'parts' / part)
-        exact = build().double()
-        for part in MODELS[name][0].get('lora', {}):
-            setattr(exact, part, getattr(exact, part).merge_and_unload())
-        save_folder_alone(exact, folder / 'exact')
-    dist.barrier()
-    engine = zero_engine(build(), stage=3)
+    model = TinyLlava(root, dtype=torch.bfloat16, **MODELS[name][0])
+    for how, options in SAVES.items():
+        save_folder(model, root / name / f'whole_{how}', **options)
+    engine = zero_engine(model, stage=3)
     read = {}
     for how, options in SAVES.items():
-        plan, _ = save_folder(engine.module, folder / how, **options)
+        plan, _ = save_folder(engine.module, root / name / how, **options)
         read[how] = names_read(plan)
     engine.destroy()
     return read
-
-
-def save_folder_alone(model: Any, folder: Path) -> None:
-    """Transformers' layout of a whole model, by the exporter, without ranks. Runs on: rank 0."""
-    from safetensors.torch import save_file
-
-    from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.sources import source_for
-
-    specs = source_for(model).specs()
-    tensors = dict(model.state_dict())
-    made = {}
-    for entry in exporter_for(model, None, llava_format='huggingface').entries(specs, None):
-        read = {name: tensors[name] for name in entry.reads}
-        whole = read[entry.reads[0]] if entry.combine is None else entry.combine(read)[entry.hf_name]
-        made[entry.hf_name] = whole.to(tensors[entry.reads[0]].dtype).contiguous()
-    folder.mkdir(parents=True)
-    save_file(made, folder / 'model.safetensors', metadata={'format': 'pt'})
 
 
 @pytest.fixture(scope='module')
@@ -83,26 +54,21 @@ def saved(tmp_path_factory):
     return root, run_scenarios(scenarios, 2)
 
 
+@pytest.mark.parametrize('how', SAVES)
 @pytest.mark.parametrize('name', MODELS)
-def test_xtuners_layout_has_what_save_pretrained_writes(saved, name):
-    root, results = saved
-    check(results, name)
-    trained = {**MODELS[name][1], 'projector': 'projector'}
-    folder = root / name / 'xtuner'
-    assert {str(file.parent.relative_to(folder)) for file in folder.rglob('*.safetensors')} == set(trained.values())
-    for part, at in trained.items():
-        assert_same_folder_tensors(root / name / 'parts' / part, folder / at)
-
-
-@pytest.mark.parametrize('name', MODELS)
-def test_one_model_is_that_of_the_whole_model(saved, name):
+def test_the_layout_is_that_of_the_whole_model(saved, name, how):
+    """Which tests/unit/exporters/test_llava_exporter.py and XTuner's own conversion judge."""
     from transformers import LlavaForConditionalGeneration
 
     root, results = saved
     check(results, name)
-    folder = root / name / 'huggingface'
-    assert_rounded_once(folder_tensors(folder), folder_tensors(root / name / 'exact'))
-    assert_loads_clean(folder, LlavaForConditionalGeneration)
+    found, whole = root / name / how, root / name / f'whole_{how}'
+    expected = MODELS[name][1] if how == 'xtuner' else {'.'}
+    assert {str(file.parent.relative_to(found)) for file in found.rglob('*.safetensors')} == expected
+    for part in expected:
+        assert_same_folder_tensors(found / part, whole / part)
+    if how == 'huggingface':
+        assert_loads_clean(found, LlavaForConditionalGeneration)
 
 
 def test_only_what_is_written_is_read(saved):
