@@ -77,7 +77,7 @@ class CheckpointManager:
     Attributes:
         log: The log of the run.
         newest: Where saves go.
-        others: Other places, by name suffix, each with one save.
+        others: Other targets, by name suffix, each with one save.
         saved_at: Iterations done at the last save to ``newest``, unless it failed.
         collective: The collective of this run's saves.
 
