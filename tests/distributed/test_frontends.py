@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -69,23 +67,6 @@ def in_ddp(root: Path) -> None:
         model.save_pretrained(root / 'theirs')
 
 
-def with_command(root: Path) -> list[dict[str, Any]]:
-    """A command for each save; returns what is in Trainer's log of this. Runs on: all ranks."""
-    from xhf_hooks.integrations.transformers import HFCheckpointCallback
-
-    ended, log = HFCheckpointCallback.on_train_end, []
-
-    def on_train_end(self: Any, args: Any, state: Any, *more: Any, **named: Any) -> None:
-        ended(self, args, state, *more, **named)
-        log.extend(line for line in state.log_history if any(name.startswith('on_saved/') for name in line))
-
-    command = [sys.executable, '-c', r'import sys; print(*sys.argv[1:], sep="\n")', '{path}', '{"iteration": {step}}']
-    options = dict(save_strategy='steps', save_steps=2, out_dir=root / 'saved', on_saved=command)
-    with mock.patch.object(HFCheckpointCallback, 'on_train_end', on_train_end):
-        doors.trainer_run(options, {}, zero_config(3), root)
-    return log
-
-
 #: Options of the callback, arguments of Trainer, DeepSpeed's config, and what is in output_dir at the end.
 TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = {
     'gather': (
@@ -119,7 +100,6 @@ def results(tmp_path_factory):
         for name, (options, arguments, zero, _) in TRAINER.items()
     }
     scenarios |= {'ddp': partial(in_ddp, root / 'ddp'), 'accelerate': partial(accelerated, root / 'accelerate')}
-    scenarios['on_saved'] = partial(with_command, root / 'on_saved')
     return root, run_scenarios(scenarios, 2)
 
 
@@ -164,13 +144,3 @@ def test_ddp(results):
     check(outcomes, 'ddp')
     for way in (*WRITERS, 'bare'):
         assert_same_folder_tensors(root / 'ddp' / way, root / 'ddp' / 'theirs')
-
-
-def test_the_log_of_trainer_has_the_numbers_of_a_command(results):
-    root, outcomes = results
-    first, second = check(outcomes, 'on_saved')
-    assert [(line['step'], line['on_saved/saved/iteration']) for line in first] == [(2, 2), (4, 4)]
-    assert second == []
-    for step in (2, 4):
-        output = root / 'on_saved' / 'saved_on_saved' / f'iter_{step}' / 'output.log'
-        assert output.read_text().startswith(f'{root}/on_saved/.saved.kept-')

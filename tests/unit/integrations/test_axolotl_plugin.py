@@ -48,7 +48,11 @@ def trainer_of(cfg: dict[str, Any]) -> Any:
     return Trainer(model=odd_llama(), args=args, train_dataset=doors.Sequences())
 
 
-@pytest.mark.parametrize('options', [None, {'save_strategy': 'steps', 'save_steps': 2, 'max_keep_ckpts': 2}])
+#: The command prints the number of the save, which goes into Trainer's log.
+OPTIONS = dict(save_strategy='steps', save_steps=2, max_keep_ckpts=2, on_saved=['echo', '{"iteration": {step}}'])
+
+
+@pytest.mark.parametrize('options', [None, OPTIONS])
 def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
     content = {'output_dir': str(tmp_path / 'out'), 'save_strategy': 'no', 'hf_checkpoint': options}
     cfg = read_yaml(plugin, content)
@@ -59,10 +63,13 @@ def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
             trainer.add_callback(callback)
         trainer.train()
         trainer.model.save_pretrained(tmp_path / 'theirs')
-    kept = ['hf_model'] if options is None else ['hf_model', 'hf_model_iter_2']
+    kept = ['hf_model'] if options is None else ['hf_model', 'hf_model_iter_2', 'hf_model_on_saved']
     assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == kept
     assert_same_folder_tensors(tmp_path / 'out' / 'hf_model', tmp_path / 'theirs')
     assert_whole(tmp_path / 'out' / 'hf_model')
+    name = 'on_saved/hf_model/iteration'
+    told = [(line['step'], line[name]) for line in trainer.state.log_history if name in line]
+    assert told[-1:] == ([] if options is None else [(3, 3)])
 
 
 def test_wrong_options_are_refused(plugin):
