@@ -187,5 +187,6 @@ class Store:
             return getattr(self._fs, method)(*args, **how)
         try:
             return sync(self._fs.loop, getattr(self._fs, f'_{method}'), *args, timeout=secs, **how)
-        except FSTimeoutError:
-            raise TimeoutError(f'the store does not answer within {secs:g} s') from None
+        except FSTimeoutError as error:  # from a time-out of the library, or none
+            said = str(error.__cause__ or '') or f'the store does not answer within {secs:g} s'
+            raise TimeoutError(said) from None
