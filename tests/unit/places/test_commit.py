@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
 from tests.unit.places.conftest import LOCK, hidden
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import WrittenSave
+
+
+def test_a_reader_never_finds_the_name_missing(folder, monkeypatch):
+    """It looks after each call that renames something."""
+    commit_one(folder, 1)
+    rename, found = os.rename, []
+
+    def rename_and_look(old: Path, new: Path) -> None:
+        rename(old, new)
+        found.append(content(folder.path))
+
+    monkeypatch.setattr(os, 'rename', rename_and_look)
+    commit_one(folder, 2)
+    assert found == [2]  # when the old one is deleted
 
 
 @pytest.mark.parametrize(
