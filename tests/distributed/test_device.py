@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,20 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     'zero3_offload': dict(stage=3, offload_optimizer=OFFLOAD, offload_param=OFFLOAD),
 }
 WRITERS = ('stream', 'parallel', 'positional', 'gather')
-WAYS = {
-    **{writer: dict(writer=writer) for writer in WRITERS},
-    **{f'{writer}, in the background': dict(writer=writer, in_background=True) for writer in WRITERS[:3]},
-}
 MUTATIONS = ('synchronize does nothing', 'the copy is not waited for', 'numpy without cpu')
+
+
+def ways_of(engine_name: str) -> dict[str, dict[str, Any]]:
+    """Each writer, every other one in the background, and the others for the next engine; masters by two of them."""
+    ways: dict[str, dict[str, Any]] = {}
+    for number, writer in enumerate(WRITERS, start=[*ENGINES].index(engine_name)):
+        if number % 2 and writer != 'gather':
+            ways[f'{writer}, in the background'] = dict(writer=writer, in_background=True)
+        else:
+            ways[writer] = dict(writer=writer)
+        if number % 2 and 'zero' in engine_name:
+            ways[f'{writer}, masters'] = dict(writer=writer, dtype='float32')
+    return ways
 
 
 def build_model(lora: bool = False) -> Any:
@@ -133,17 +142,16 @@ def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
     import torch
 
     model = on_device(build_model(), engine_name)
-    with_masters = 'zero' in engine_name
     references = {'expected': whole_on_host(model)}
-    if with_masters:
+    if 'zero' in engine_name:
         references['expected masters'] = whole_on_host(model, masters=True)
     for name, weights in references.items():
         save_reference(build_model().to(weights['lm_head.weight'].dtype), weights, root / name)
-    with torch.device('sim'):  # of a script that sets the default device: host memory must stay host memory
-        found = {way: save_and_measure(model, root / way, **how) for way, how in WAYS.items()}
-    for writer in WRITERS if with_masters else ():
-        way = f'{writer}, masters'
-        found[way] = save_and_measure(model, root / way, writer=writer, dtype='float32')
+    found = {}
+    for way, how in ways_of(engine_name).items():
+        # A script may set the default device: host memory must stay host memory
+        with nullcontext() if 'masters' in way else torch.device('sim'):
+            found[way] = save_and_measure(model, root / way, **how)
     return found
 
 
