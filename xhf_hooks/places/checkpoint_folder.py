@@ -205,6 +205,8 @@ class CheckpointFolder:
         parent = self.path.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(new_name(self.path, 'discarded'))  # the longest name of all: it may be too long
             is_held = self.lock.acquire(patience_secs=10.0)
         except OSError as error:
             raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
