@@ -30,6 +30,14 @@ def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_end
     assert hidden(tmp_path) == set()
 
 
+def test_a_folder_that_cannot_be_written_is_told_with_what_to_change(claim, monkeypatch):
+    monkeypatch.setattr(os, 'open', failing(errno.EROFS, instead_of=os.open))
+    with pytest.raises(
+        TargetError, match=r'cannot be written: .*Read-only file system; set out_dir to a folder that can'
+    ):
+        claim()
+
+
 @pytest.mark.parametrize('kind', ['no locks', 'local locks'])
 def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypatch, claim, said, kind):
     """As on Lustre without ``flock``, and with ``localflock``."""

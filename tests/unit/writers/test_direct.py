@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.writers.test_output_file import MB, answer, random_bytes
-from xhf_hooks.system import calls
+from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 pytestmark = pytest.mark.needs('ext4 or XFS')
@@ -74,7 +74,7 @@ def test_what_is_refused_goes_through_it(tmp_path, monkeypatch, number, n_accept
 
 
 def test_on_other_file_systems_everything_goes_through_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls.fstatfs, 'function', answer(errno.ENOSYS))
+    monkeypatch.setattr(linux_calls.fstatfs, 'function', answer(errno.ENOSYS))
     monkeypatch.setattr(fcntl, 'fcntl', mock.Mock(wraps=fcntl.fcntl))
     write(tmp_path / 'file', content_at(0), 0)
     assert fcntl.fcntl.call_count == 1  # that of this test

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from xhf_hooks.system import calls
+from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
 MB = 2**20
@@ -21,9 +21,9 @@ MB = 2**20
 def how(request, monkeypatch):
     """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
     if request.param == 'no such call':
-        monkeypatch.setattr(calls.sync_file_range, 'function', None)
+        monkeypatch.setattr(linux_calls.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
-        monkeypatch.setattr(calls.sync_file_range, 'function', answer(errno.ENOSYS))
+        monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.ENOSYS))
     return {'write_behind': request.param != 'left to fsync'}
 
 
@@ -81,8 +81,8 @@ def cached_nbytes(path):
 )
 def test_a_new_file_has_all_of_its_room_where_that_can_be(tmp_path, monkeypatch, refusals, reserves):
     """A signal changes nothing; where a file system cannot reserve, the file is as large."""
-    fallocate, left = calls.fallocate.function, list(refusals)
-    monkeypatch.setattr(calls.fallocate, 'function', lambda *a: answer(left.pop())() if left else fallocate(*a))
+    fallocate, left = linux_calls.fallocate.function, list(refusals)
+    monkeypatch.setattr(linux_calls.fallocate, 'function', lambda *a: answer(left.pop())() if left else fallocate(*a))
     create_file(tmp_path / 'file', b'head', 16 * MB)
     found = (tmp_path / 'file').stat()
     assert (found.st_size, found.st_blocks * 512 >= 16 * MB) == (16 * MB, reserves)
