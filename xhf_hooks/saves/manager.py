@@ -18,8 +18,9 @@ a forked child ends                      nothing: its parent goes on
 =======================================  =============================================================================
 
 The words for it: *wait* until work has ended, at most so long; *collect* the outcome of the save in flight; *finish*
-what all ranks end together; *close* an object and what it holds, on this rank alone, also for the second time; *abort*
-what was not committed; *release* what others may have then; *abandon* other ranks, which get an error at once.
+what ends well (a run, on all ranks; a writer's files); *close* an object and what it holds, on this rank alone, also a
+second time; *abort* what was not committed; *release* what others may have then; *abandon* other ranks, which get an
+error at once.
 """
 
 from __future__ import annotations
