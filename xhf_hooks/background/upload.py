@@ -13,8 +13,9 @@ from typing import Any
 from xhf_hooks.background.each_save import EachSave, KeptJob
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError, XhfError
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, size_text
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from xhf_hooks.integrity.manifest import Manifest, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import all_ranks_see
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file

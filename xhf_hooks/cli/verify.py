@@ -15,8 +15,8 @@ from xhf_hooks.options import LORA_MODES
 from xhf_hooks.system.versions import refuse_outdated
 
 if TYPE_CHECKING:
-    from xhf_hooks.integrity.check import FolderCheck
     from xhf_hooks.verify.compare import Comparison
+    from xhf_hooks.verify.folder import FolderCheck
 
 #: Exit statuses.
 SAME = 0

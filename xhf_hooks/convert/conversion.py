@@ -30,9 +30,8 @@ from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
-from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters
+from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
-from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
@@ -123,8 +122,7 @@ class Conversion:
         module = self._meta_model.module
         if self._checkpoint.trained_dtype is not None or not adapters_in(module):
             return self._checkpoint.trained_dtype
-        frozen = [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in held]
-        return dtype_of_frozen(self._config, held, frozen)
+        return dtype_of_frozen(self._config, held, frozen_in(module, held))
 
     def _judge_frozen(self, of_base: Mapping[str, StoredTensor], *, is_dtype_known: bool) -> list[str]:
         """Notes on weights of the base that training had otherwise.

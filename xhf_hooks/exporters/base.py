@@ -13,6 +13,7 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.base_files import base_dir_of, is_remote_code, load_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config
 
@@ -27,7 +28,7 @@ class Exporter(ABC):
 
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
-        left_out_trained: Those of them that training changes. Set by the caller.
+        left_out_trained: Those of them that training changes, as of the last :meth:`look_for_left_out`.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
@@ -46,6 +47,17 @@ class Exporter(ABC):
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
         """Whether this exporter can export the model. Registered exporters override it."""
         return False
+
+    def look_for_left_out(self, model: nn.Module) -> bool:
+        """Renew :attr:`left_out_trained`; returns whether there are any, and others than before. Runs on: all ranks.
+
+        Args:
+            model: The trained model, whose names are those of the source.
+        """
+        left_out, before = set(self.left_out), self.left_out_trained
+        parameters = [(names[0], tensor) for tensor, names in names_by_identity(model)] if left_out else []
+        self.left_out_trained = tuple(name for name, tensor in parameters if tensor.requires_grad and name in left_out)
+        return bool(self.left_out_trained) and self.left_out_trained != before
 
     @abstractmethod
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:

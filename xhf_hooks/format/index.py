@@ -1,4 +1,4 @@
-"""The index of weights in several files, ``model.safetensors.index.json``."""
+"""The JSON files beside weights: the index of weights in several files, and the name of this package's manifest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 
+MANIFEST_NAME = 'xhf_manifest.json'
 INDEX_SUFFIX = '.safetensors.index.json'
 
 

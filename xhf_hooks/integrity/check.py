@@ -11,11 +11,11 @@ from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError
 from xhf_hooks.format import checksum
-from xhf_hooks.format.index import INDEX_SUFFIX, read_index
+from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME, read_index
 from xhf_hooks.format.safetensors import Header, read_header
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.integrity.checksums import sum_file
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest
+from xhf_hooks.integrity.manifest import FileRecord, Manifest
 from xhf_hooks.system.threads import WorkerThreads, default_workers
 
 WEIGHTS_SUFFIX = '.safetensors'

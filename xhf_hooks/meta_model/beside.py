@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
-from xhf_hooks.model import module_tensors
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.meta_model.frozen import frozen_in
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 ADAPTER_CONFIG = 'adapter_config.json'
@@ -57,5 +57,5 @@ def frozen_only(module: nn.Module, beside: Mapping[str, StoredTensor], stored: C
 
     Frozen ones alone: of every step they are the same, and peft writes them under their own names.
     """
-    frozen = {name for name, tensor in module_tensors(module) if not tensor.requires_grad}
+    frozen = frozen_in(module, beside)
     return [tensor for name, tensor in beside.items() if name in frozen and name not in stored]

@@ -12,7 +12,13 @@ from torch import nn
 from xhf_hooks.exporters.find_model import adapters_in, trained_adapter
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.meta_model.run_config import RunConfig
+from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
+
+
+def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Those of the names whose tensors are not trained."""
+    return [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in names]
 
 
 def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:

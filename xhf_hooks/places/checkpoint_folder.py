@@ -29,17 +29,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    describe_folder,
-    parse_manifest,
-    read_commit,
-    read_manifest,
-)
+from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_commit, read_manifest
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name
 from xhf_hooks.places.kept_save import KeptSave, keep_save
 from xhf_hooks.places.lock import RunLock

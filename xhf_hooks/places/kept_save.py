@@ -10,7 +10,8 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import file_size_and_crc32
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, Manifest, read_commit
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import Manifest, read_commit
 from xhf_hooks.places.file_system import clone, new_name
 from xhf_hooks.places.other_folders import OtherFolders
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, Manifest, read_commit, read_manifest
+from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_commit, read_manifest
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.planning.types import Step
 

@@ -38,8 +38,9 @@ from typing import Any, TypeVar
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
+from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
 from xhf_hooks.system.files import naming
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import CommittedCheckpoint
 from xhf_hooks.sources.host_memory import MemoryMeter
 
@@ -104,15 +103,12 @@ def show(logger: logging.Logger, level: int = logging.INFO) -> None:
 
 def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
     """Name what is trained and not saved, if that has changed."""
-    left_out = set(exporter.left_out)
-    parameters = [(names[0], tensor) for tensor, names in names_by_identity(model)] if left_out else []
-    trained = tuple(name for name, tensor in parameters if tensor.requires_grad and name in left_out)
-    if trained and trained != exporter.left_out_trained:
+    if exporter.look_for_left_out(model):
+        trained = exporter.left_out_trained
         log.warning(
             f'trained, but not saved: {counted(len(trained), "tensor")} ({some(trained)}). The exported model '
             f'has no place for them; to save them, too, register an exporter (docs/extending.md)'
         )
-    exporter.left_out_trained = trained
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.index import INDEX_SUFFIX
+from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME
 from xhf_hooks.format.text import engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
+from xhf_hooks.integrity.manifest import read_manifest
 
 
 def verify_folder(

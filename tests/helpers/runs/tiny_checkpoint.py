@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, describe_folder
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenSave, WrittenTensor

@@ -9,8 +9,9 @@ import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, visible
 from tests.unit.places.conftest import LOCK, commit_with, hidden
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, read_manifest
+from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places import kept_save
 from xhf_hooks.places.file_system import files_in
 

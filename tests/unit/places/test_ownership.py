@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME
+from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import sweep_dead_runs

@@ -12,7 +12,8 @@ from fsspec.asyn import AsyncFileSystem
 
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, FileRecord, parse_manifest
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
 from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, send_file

@@ -14,7 +14,8 @@ import pytest
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from xhf_hooks.errors import StoreError
-from xhf_hooks.integrity.manifest import MANIFEST_NAME, parse_manifest
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import StoredSaves, read_pointer
