@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def main() -> None:
         gc.collect()
 
     told = {
-        'terminated': become(signal.pause, signal.SIGTERM),
+        'terminated': become(lambda: time.sleep(HANG_SECS / 4), signal.SIGTERM),
         'ended': become(lambda: None),
         'closed': become(run.saves.close),
         'forgot': become(forget),
