@@ -1,5 +1,6 @@
 """Packaging. requirements/ pins tested sets of versions; xhf_hooks/system/versions.py says what can work at all."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,20 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r"__version__ = '(.+)'", (HERE / 'xhf_hooks' / 'system' / 'versions.py').read_text())[1]
+
+#: Where this is hosted, as the release job says: links of the description lead there. Unset, they stay relative.
+REPOSITORY = os.environ.get('XHF_HOOKS_REPOSITORY', '')
+README = (HERE / 'README.md').read_text(encoding='utf-8')
+URLS = {}
+if REPOSITORY:
+    README = re.sub(r'(?<=\]\()(?=[^):#]+[):#])(?!https?:)', f'{REPOSITORY}/blob/v{VERSION}/', README)
+    README = re.sub(rf'(?<=\]\({re.escape(REPOSITORY)})/blob(?=[^)]*\.svg\))', '/raw', README)
+    URLS = {
+        'Source': REPOSITORY,
+        'Documentation': f'{REPOSITORY}/blob/v{VERSION}/docs/index.md',
+        'Changelog': f'{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md',
+        'Issues': f'{REPOSITORY}/issues',
+    }
 
 #: Of a machine that has no trainer: the bounds of xhf_hooks/system/versions.py, and a faster CRC-32.
 CONVERT = ['transformers>=4.46', 'safetensors>=0.4.3', 'huggingface_hub>=0.26', 'isal>=1.6']
@@ -16,8 +31,10 @@ setup(
     name='xhf_hooks',
     version=VERSION,
     description='Hugging Face checkpoints out of live DeepSpeed ZeRO and FSDP training, or from its old files',
-    long_description=(HERE / 'README.md').read_text(encoding='utf-8'),
+    long_description=README,
     long_description_content_type='text/markdown',
+    author='The xhf_hooks authors',
+    project_urls=URLS,
     license='Apache-2.0',
     license_files=['LICENSE'],
     keywords=['deepspeed', 'zero', 'fsdp', 'huggingface', 'safetensors', 'checkpoint', 'mmengine', 'xtuner', 'llm'],
@@ -58,7 +75,7 @@ setup(
         'gcs': ['gcsfs>=2024.6'],
         'azure': ['adlfs>=2024.4'],
         'oss': ['ossfs>=2023.12'],
-        'docs': ['codespell>=2.3'],
+        'docs': ['sphinx>=8', 'myst-parser>=4', 'furo'],
         'test': ['pytest>=8', 'ruff>=0.6', 'hypothesis>=6', 'mypy>=1.11', 'codespell>=2.3'],
         # XTuner is no extra: it pins a bitsandbytes that does not import beside torch's CUDA build, and it cannot be
         # installed by name without it (docs/versions.md)

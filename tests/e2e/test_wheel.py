@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,15 +26,38 @@ pytestmark = pytest.mark.needs()
 LACKING = ('mmengine', 'deepspeed', 'peft', 'accelerate', 'isal')
 
 
+#: Where the package would be hosted.
+HOST = 'https://example.org/somebody/xhf_hooks'
+#: Unpacks the source distribution that it makes of the folder in which it runs.
+SDIST = """
+import pathlib, sys, tarfile
+from setuptools import build_meta
+folder = pathlib.Path(sys.argv[1])
+tarfile.open(folder / build_meta.build_sdist(folder)).extractall(folder, filter='data')
+"""
+
+
 @pytest.fixture(scope='module')
-def wheel(tmp_path_factory) -> Path:
+def source(tmp_path_factory) -> Path:
+    """What the source distribution of all tracked files holds."""
+    folder = tmp_path_factory.mktemp('sdist')
+    names = subprocess.run(['git', 'ls-files'], cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
+    (folder / 'clone').mkdir()
+    copy = ['cp', '--parents', *names.split(), str(folder / 'clone')]
+    subprocess.run(copy, cwd=REPO_ROOT, check=True)
+    command = [sys.executable, '-c', SDIST, str(folder)]
+    done = subprocess.run(command, cwd=folder / 'clone', capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (unpacked,) = folder.glob('xhf_hooks-*/')
+    return unpacked
+
+
+@pytest.fixture(scope='module')
+def wheel(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp('wheel')
-    source = folder / 'source'  # building leaves folders where the source is
-    source.mkdir()
-    names = ['setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'xhf_hooks']
-    subprocess.run(['cp', '-r', *(str(REPO_ROOT / name) for name in names), str(source)], check=True)
     command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(folder)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    environment = os.environ | {'XHF_HOOKS_REPOSITORY': HOST}
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob('*.whl')
     return built
@@ -78,6 +103,15 @@ def test_what_is_in_it_and_what_it_says_of_itself(wheel):
     assert {name for name in names if name.startswith('xhf_hooks/')} == {*tracked, 'xhf_hooks/py.typed'}
     required = [line for line in said.get_all('Requires-Dist') if 'extra ==' not in line]
     assert required == ['torch', 'numpy']  # by name alone: pip replaces no version of them
+    assert said['Author'] and f'Source, {HOST}' in said.get_all('Project-URL')
+    links = re.findall(r'\]\(([^)#]+)', said.get_payload(decode=True).decode())
+    assert len(links) > 20 and [link for link in links if not link.startswith('https://')] == []
+
+
+def test_the_source_distribution_has_the_tests_and_all_that_they_need(source):
+    tracked = subprocess.run(['git', 'ls-files'], cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
+    lacking = {name for name in tracked.split() if not (source / name).exists()}
+    assert not {name for name in lacking if not name.startswith('.')}, lacking
 
 
 def test_it_converts_and_verifies_and_without_isal_bytes_and_checksums_are_the_same(bare, checkpoint, tmp_path):
