@@ -28,6 +28,8 @@ SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 VERIFY_LEVELS = ('sizes', 'full')
 WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
+#: What a size is, for messages.
+SIZE = "a size such as '128MB' or a number of bytes"
 _UNITS = {'': 1, **{unit: 1000**power for power, unit in enumerate(('B', 'KB', 'MB', 'GB', 'TB'))}}
 _UNITS |= {unit: 1024**power for power, unit in enumerate(('KIB', 'MIB', 'GIB', 'TIB'), start=1)}
 
@@ -91,7 +93,7 @@ def _size(option: str, value: Any) -> int:
     try:
         return parse_size(value)
     except ValueError:
-        raise OptionError(option, "a size such as '128MB' or a number of bytes", value) from None
+        raise OptionError(option, SIZE, value) from None
 
 
 def _signal_names(option: str, value: Any) -> tuple[str, ...]:

@@ -81,6 +81,18 @@ def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):
     assert 'would write to' in said and leftovers(tmp_path) == []
 
 
+def test_results_as_json(trained, tmp_path, capsys):
+    """On standard output alone: a script reads it."""
+    out = tmp_path / 'out'
+    for options, is_written in (['--dry-run'], False), (['--verify'], True):
+        assert main([str(trained / 'iter_7.pth'), str(out), '--json', *options]) == DONE
+        said = capsys.readouterr()
+        result = json.loads(said.out)
+        assert (result['out'], result['written'], result['step']) == (str(out), is_written, 'iter_7')
+        assert result['nbytes'] > 0 and 'iteration 7' in said.err
+    assert result['verified'] and set(result['files']) == {path.name for path in out.iterdir()}
+
+
 def test_what_a_checkpoint_holds_is_told_where_its_model_is_not_known(trained, tmp_path, capsys):
     torch.save({'llm.weight': torch.ones(3)}, tmp_path / 'iter_3.pth')
     assert main([str(tmp_path / 'iter_3.pth'), str(tmp_path / 'out'), '--dry-run']) == BAD_INPUT

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
+from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say, size
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, parse_size
+from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.system.versions import refuse_outdated
 
 #: Exit statuses.
@@ -73,11 +77,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
     add('--verify', action='store_true', help='read everything back and compare it before the commit')
+    add('--json', action='store_true', help='print the result as JSON, and all else on standard error')
     add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(
         '--max-shard-size',
         dest='max_shard_nbytes',
-        type=parse_size,
+        type=size,
         default='5GB',
         metavar='SIZE',
         help="largest size of a weight file, as in save_pretrained; default: '5GB'",
@@ -92,14 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_outdated('torch', 'transformers')
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
-        return _run(args)
+        if not args.json:
+            _run(args)
+            return DONE
+        with redirect_stdout(sys.stderr):
+            result = _run(args)
+        print(json.dumps(result, indent=2))
+        return DONE
     except (Exception, KeyboardInterrupt) as error:
         explain(_PROG, error, left='; OUT was not written')
         is_bad_input = isinstance(error, XhfError) and not isinstance(error, IncompleteError)
         return BAD_INPUT if is_bad_input else FAILED
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    """Convert, or say what would be converted; returns the result for ``--json``."""
     exists = not args.overwrite and _exists(args.out)
     if exists and not args.dry_run:
         raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
@@ -118,7 +130,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         remedy = ', which exists: name another folder, or add --overwrite' if exists else ''
         say(f'would write to {args.out}{remedy}')
-        return DONE
+        return {
+            'out': str(args.out),
+            'written': False,
+            'exists': exists,
+            'step': conversion.step.label,
+            'nbytes': conversion.outputs.plan.nbytes,
+            'notes': list(conversion.warnings),
+        }
     with progress('converting') as on_progress:
         committed = conversion.run(args.out, on_progress)
     _warn(committed.warnings)
@@ -130,7 +149,16 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.verify:
         say('verified: all weights were read back and are unchanged')
-    return DONE
+    return {
+        'out': str(committed.path),
+        'written': True,
+        'verified': args.verify,
+        'step': committed.step.label,
+        'files': files,
+        'nbytes': cost.nbytes,
+        'seconds': round(cost.seconds, 3),
+        'notes': [*conversion.warnings, *committed.warnings],
+    }
 
 
 def _warn(warnings: Sequence[str]) -> None:

@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
+from xhf_hooks.options import SIZE, parse_size
+from xhf_hooks.system.versions import __version__
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser whose help begins with examples: command line to its description."""
+    """An ArgumentParser whose help ends with examples: command line to its description."""
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
         self._examples = examples
+        self.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
 
     def format_help(self) -> str:
-        """The examples, then argparse's help."""
+        """Argparse's help, then the examples."""
         lines = [f'  {self.prog} {command}\n      {meaning}\n' for command, meaning in self._examples.items()]
-        return ''.join(['examples:\n', *lines, '\n', super().format_help()])
+        return ''.join([super().format_help(), '\nexamples:\n', *lines])
 
 
 def folder(text: str) -> Path:
@@ -38,6 +41,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f'expected a number of at least 1, found {text!r}')
     return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes of a size."""
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'expected {SIZE}, found {text!r}') from None
 
 
 def say(line: object, to: TextIO | None = None) -> None:

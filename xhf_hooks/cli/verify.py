@@ -42,8 +42,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog='Exit status: 0 good, or the same model (identical or rounding only); 1 damaged or different;\n'
         '2 unusable input.',
     )
-    parser.add_argument('a', metavar='A', type=folder, help='a model folder')
-    parser.add_argument('b', metavar='B', type=folder, nargs='?', help='the model to compare A with')
+    parser.add_argument(
+        'paths',
+        metavar='PATH',
+        type=folder,
+        nargs='+',
+        help='a model folder; a second one, or a checkpoint, to compare it with',
+    )
     add = parser.add_argument_group('one path').add_argument
     add('--load', action='store_true', help='also load A with transformers or peft, run it and generate text')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
@@ -57,6 +62,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')
     add('--lora', choices=LORA_MODES, help='for a LoRA run: compare the adapter, the merged model, or both')
     args = parser.parse_args(argv)
+    if len(args.paths) > 2:
+        parser.error(f'expected one path or two, found {len(args.paths)}: {" ".join(map(str, args.paths))}')
+    args.a = args.paths[0]
+    args.b = args.paths[1] if len(args.paths) == 2 else None
+    if args.b is None and args.a.is_file() and args.a.suffix != '.pth':
+        parser.error(f'{args.a} is a file; give its folder: {args.a.parent}')
     if args.b is not None and (args.load or args.no_read):
         parser.error('--load and --no-read are for one path')
     return args

@@ -176,7 +176,7 @@ class Conversion:
         return PlannedOutputs(plan, tensors)
 
     @property
-    def _step(self) -> Step:
+    def step(self) -> Step:
         """The step of the checkpoint; iteration 0 if unknown."""
         iteration, epoch = self._checkpoint.iteration or 0, self._checkpoint.epoch
         if epoch is not None and self._checkpoint.found.path.name.startswith('epoch_'):
@@ -231,7 +231,7 @@ class Conversion:
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
             with naming(target.path):
-                save = WrittenSave(plan, tensors, self._step, self._facts())
+                save = WrittenSave(plan, tensors, self.step, self._facts())
                 target.commit(save, 'full' if options.verify else 'sizes')
         finally:  # including signals
             target.abort()
@@ -239,7 +239,7 @@ class Conversion:
         seconds = time.perf_counter() - started
         cost = SaveCost(plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
-        return CommittedCheckpoint(target.path, self._step, cost, tuple(notes))
+        return CommittedCheckpoint(target.path, self.step, cost, tuple(notes))
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""
