@@ -1,47 +1,74 @@
-"""Generates docs/options.md from the options' descriptions: ``python tools/options_page.py > docs/options.md``."""
+"""Generates the pages of options from their descriptions.
+
+python tools/options_page.py > docs/options.md
+python tools/options_page.py zh > docs/zh_cn/options.md
+"""
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
-from dataclasses import Field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions
+from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions, in_reading_order
 
-_DOORS = {
-    'HFCheckpointHook': (HookOptions, 'in the config of an MMEngine or XTuner run'),
-    'HFCheckpointCallback': (CallbackOptions, "for transformers' Trainer, TRL and Axolotl"),
-    'save_hf': (CallOptions, 'one call in your own training loop'),
-}
+_DOORS = {'HFCheckpointHook': HookOptions, 'HFCheckpointCallback': CallbackOptions, 'save_hf': CallOptions}
 
 
-def in_reading_order(options: type) -> list[Field[Any]]:
-    """The options: out_dir, then its own, then inherited ones."""
-    classes = [base for base in options.__mro__ if is_dataclass(base)]
-    found = {o.name: o for base in classes for o in fields(base) if o.name in inspect.get_annotations(base)}
-    return sorted(found.values(), key=lambda option: option.name != 'out_dir')
+@dataclass(frozen=True)
+class _Words:
+    """What a page says around the options. ``meaning`` names the field of an option's metadata."""
+
+    meaning: str
+    head: str
+    where: tuple[str, str, str]
+    columns: str
+    also: str
 
 
-def page() -> str:
+ENGLISH = _Words(
+    'meaning',
+    '# Options\n\nGenerated from `xhf_hooks/options.py` by `tools/options_page.py`. Bad values, bad combinations and '
+    'misspelt names are errors when the hook is built.',
+    (
+        'In the config of an MMEngine or XTuner run.',
+        "For transformers' Trainer, TRL and Axolotl.",
+        'One call in your own training loop.',
+    ),
+    '| option | default | meaning |',
+    'And, as in {doors}: {names}.',
+)
+CHINESE = _Words(
+    'zh',
+    '# 选项\n\n由 `tools/options_page.py` 从 `xhf_hooks/options.py` 生成。'
+    '错误的值、错误的组合和拼错的名字，在构建 hook 时就会报错。',
+    (
+        '写在 MMEngine 或 XTuner 的训练配置中。',
+        '用于 transformers 的 Trainer、TRL 和 Axolotl。',
+        '在自己的训练循环中调用。',
+    ),
+    '| 选项 | 默认值 | 含义 |',
+    '另外，与 {doors} 相同：{names}。',
+)
+
+
+def page(words: _Words = ENGLISH) -> str:
     """The text of the page."""
-    lines = ['# Options', '', 'Generated from `xhf_hooks/options.py` by `tools/options_page.py`. Bad values,']
-    lines[-1] += ' bad combinations and misspelt names are errors when the hook is built.'
+    lines = [words.head]
     told: dict[str, str] = {}
-    for door, (options, where) in _DOORS.items():
-        lines += ['', f'## {door}', '', f'{where[0].upper()}{where[1:]}.', '']
-        new = [option for option in in_reading_order(options) if option.name not in told]
-        lines += ['| option | default | meaning |', '|---|---|---|']
-        for option in new:
-            told[option.name] = door
-            meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata['meaning']).replace('|', '\\|')
-            lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
+    for (door, options), where in zip(_DOORS.items(), words.where, strict=True):
+        lines += ['', f'## {door}', '', where, '', words.columns, '|---|---|---|']
+        for option in in_reading_order(options):
+            if option.name not in told:
+                told[option.name] = door
+                meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata[words.meaning]).replace('|', '\\|')
+                lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
         known = [option.name for option in in_reading_order(options) if told[option.name] != door]
         if known:
-            lines += ['', f'And, as in {" and ".join(dict.fromkeys(told[n] for n in known))}: {", ".join(known)}.']
+            doors = ' and '.join(dict.fromkeys(told[name] for name in known))
+            lines += ['', words.also.format(doors=doors, names=', '.join(known))]
     return '\n'.join([*lines, ''])
 
 
 if __name__ == '__main__':
-    sys.stdout.write(page())
+    sys.stdout.write(page(CHINESE if sys.argv[1:] == ['zh'] else ENGLISH))

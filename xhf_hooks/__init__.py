@@ -2,8 +2,8 @@
 
 If MMEngine is installed, importing this package registers :class:`HFCheckpointHook` in its HOOKS, as a function that
 imports the hook when it is built. MMEngine's hooks import its optimizers, which import transformers' Trainer and peft.
-That takes seconds, which a conversion does not need. :func:`save_hf` is the same save for your own loop;
-``xhf_hooks.integrations`` has frontends for other trainers.
+That takes seconds, which a conversion does not need. :class:`HFCheckpointCallback` is the same for transformers'
+Trainer, :func:`save_hf` for your own loop; ``xhf_hooks.integrations`` has frontends for other trainers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from xhf_hooks.system.versions import __version__
 if TYPE_CHECKING:
     from xhf_hooks.hooks import HFCheckpointHook
     from xhf_hooks.integrations.own_loop import save_hf
+    from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
-__all__ = ['HFCheckpointHook', '__version__', 'save_hf']
+__all__ = ['HFCheckpointCallback', 'HFCheckpointHook', '__version__', 'save_hf']
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     if name == 'HFCheckpointHook':
         return _hook()
+    if name == 'HFCheckpointCallback':
+        from xhf_hooks.integrations.transformers import HFCheckpointCallback
+
+        return HFCheckpointCallback
     if name == 'save_hf':
         from xhf_hooks.integrations.own_loop import save_hf
 
@@ -37,8 +46,8 @@ def _hook() -> type[HFCheckpointHook]:
         if error.name is None or error.name.partition('.')[0] != 'mmengine':
             raise
         raise ImportError(
-            "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'xhf_hooks[mmengine]', or "
-            "with DeepSpeed 'xhf_hooks[deepspeed]'. save_hf and xhf_hooks.integrations need no MMEngine",
+            "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'mmengine>=0.10.4' (and "
+            'deepspeed). HFCheckpointCallback and save_hf need no MMEngine',
             name='mmengine',
         ) from None
     return HFCheckpointHook

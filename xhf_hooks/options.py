@@ -7,26 +7,33 @@ their signatures are the fields below. ``save_hf`` is a function; a test compare
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.system.versions import refuse_outdated
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
-LLAVA_FORMATS = ('xtuner', 'huggingface')
-LORA_MODES = ('adapter', 'merge', 'both')
+LlavaFormat = Literal['xtuner', 'huggingface']
+LoraMode = Literal['adapter', 'merge', 'both']
+VerifyLevel = Literal['sizes', 'full']
+WriterName = Literal['auto', 'positional', 'parallel', 'stream', 'gather']
+LLAVA_FORMATS = get_args(LlavaFormat)
+LORA_MODES = get_args(LoraMode)
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
-VERIFY_LEVELS = ('sizes', 'full')
-WRITERS = ('auto', 'positional', 'parallel', 'stream', 'gather')
 
 #: What a size is, for messages.
 SIZE = "a size such as '128MB' or a number of bytes"
@@ -168,8 +175,30 @@ def _library_arguments(option: str, value: Any) -> dict[str, Any]:
     }
 
 
-def _option(default: Any, meaning: str, check: Check, *, kw_only: bool = True) -> Any:
-    return field(default=default, kw_only=kw_only, metadata={'meaning': meaning, 'check': check})
+def _option(default: Any, meaning: str, check: Check, *, zh: str) -> Any:
+    """A field. ``zh`` is its meaning in Chinese, for docs/zh_cn/options.md."""
+    return field(default=default, metadata={'meaning': meaning, 'zh': zh, 'check': check})
+
+
+_Documented = TypeVar('_Documented', bound=Callable[..., Any])
+
+
+def explains(options: type) -> Callable[[_Documented], _Documented]:
+    """A decorator that adds the meaning of each option to a docstring, for ``help()``, editors and the API page."""
+
+    def explain(documented: _Documented) -> _Documented:
+        lines = [f'    {option.name}: {option.metadata["meaning"]}' for option in in_reading_order(options)]
+        documented.__doc__ = '\n'.join([inspect.cleandoc(documented.__doc__ or ''), '', 'Keyword Args:', *lines])
+        return documented
+
+    return explain
+
+
+def in_reading_order(options: type) -> list[Field[Any]]:
+    """The options of a class: out_dir, then its own, then inherited ones."""
+    classes = [base for base in options.__mro__ if is_dataclass(base)]
+    found = {o.name: o for base in classes for o in fields(base) if o.name in inspect.get_annotations(base)}
+    return sorted(found.values(), key=lambda option: option.name != 'out_dir')
 
 
 class _Options:
@@ -181,6 +210,15 @@ class _Options:
     """
 
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        """Refuse names that are no option, with the one that was probably meant."""
+        names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
+        for name in given.keys() - names:
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f'; did you mean {close[0]!r}?' if close else ''
+            raise TypeError(f'{cls.__name__} has no option {name!r}{meant}')
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         refuse_outdated(*self.needs)
@@ -204,13 +242,17 @@ class SaveOptions(_Options):
     Attributes hold checked values: sizes in bytes, dtypes as safetensors codes.
     """
 
+    _: KW_ONLY
     module: str | None = _option(
         None,
         'Dotted path of the PreTrainedModel inside the trained model. None: the model itself, ``llm``, or the only '
         'PreTrainedModel.',
         _dotted_path,
+        zh=(
+            '训练的模型里要保存的 PreTrainedModel 的路径，用点分隔。None：模型本身、``llm``，或唯一的 PreTrainedModel。'
+        ),
     )
-    lora: str | None = _option(
+    lora: LoraMode | None = _option(
         None,
         "For a model with a LoRA adapter: 'adapter' (the adapter alone, as peft saves it), 'merge' (the complete model "
         "with the adapter merged into its weights) or 'both' (the merged model, and the adapter in "
@@ -218,12 +260,22 @@ class SaveOptions(_Options):
         "as in XTuner's converter, unless the base model is quantized; 'adapter' puts the head into "
         '``modules_to_save``.',
         _one_of(*LORA_MODES),
+        zh=(
+            "用于带 LoRA adapter 的模型：'adapter'（只有 adapter，与 peft 保存的相同）、'merge'（完整的模型，"
+            "adapter 已合并到权重中）或 'both'（合并后的模型，另有 adapter 在 ``hf_model/adapter``）。None："
+            "模型有 adapter 时为 'adapter'。对 XTuner 的奖励模型，None 表示 'merge'，与 XTuner 的转换工具相同"
+            "，除非基座是量化的；'adapter' 把打分头放进 ``modules_to_save``。"
+        ),
     )
-    llava_format: str | None = _option(
+    llava_format: LlavaFormat | None = _option(
         None,
         "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts) or 'huggingface' (transformers' "
         "LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
         _one_of(*LLAVA_FORMATS),
+        zh=(
+            "XTuner 的 LLaVAModel 的布局：'xtuner'（XTuner 自己的，不含冻结的部分）或 'huggingface'（transfor"
+            "mers 的 LlavaForConditionalGeneration，完整，adapter 已合并）。None：'xtuner'。"
+        ),
     )
     tokenizer: Any = _option(
         None,
@@ -232,6 +284,12 @@ class SaveOptions(_Options):
         "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
         'dialogues as in training, and generation_config gets its stop words.',
         _tokenizer,
+        zh=(
+            'tokenizer 对象、它的 MMEngine 配置，或它的目录。None：训练自己的（``cfg.tokenizer``，或 Trainer '
+            '的 ``processing_class``），否则复制基座模型的文件；两者都没有时在日志中警告。训练配置指定了 XTun'
+            'er 的 prompt template 时，保存的 tokenizer 带有与训练一致的对话模板，generation_config 带有它的'
+            '停止词。'
+        ),
     )
     dtype: str | None = _option(
         None,
@@ -240,31 +298,51 @@ class SaveOptions(_Options):
         'files; one that they lack in the dtype of most of their elements; adapters as in training). What is written '
         'in fp32 comes from the master weights where they exist. None: the dtype of training.',
         _dtype_code,
+        zh=(
+            "'float32'（有 fp32 主权重时用主权重）；'bfloat16' 或 'float16'（``from_pretrained`` 用该 dtype "
+            "时保持 fp32 的张量除外）；'base'（每个张量与基座模型 safetensors 文件中的相同，基座没有的张量用"
+            '其多数元素的 dtype，adapter 与训练时相同）。写成 fp32 的张量在有主权重时来自主权重。None：训练的'
+            ' dtype。'
+        ),
     )
-    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size)
+    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size, zh='与 ``save_pretrained`` 相同。')
     bucket_size: int | str = _option(
-        '128MB', 'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.', _size
+        '128MB',
+        'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.',
+        _size,
+        zh='一次 gather 或发送多少字节。额外内存的峰值约为一个桶。',
     )
-    writer: str = _option(
+    writer: WriterName = _option(
         'auto',
         "'positional': every rank writes its own slices into the files. 'parallel': each file has one writer, and the "
         "other ranks send it their slices; a smaller ``max_shard_size`` gives more files, so more writers. 'stream': "
         "rank 0 writes everything, and the other ranks send it their slices. 'gather': every rank receives every "
         "tensor, and rank 0 writes. 'auto': 'positional' if all ranks see the folder, else 'stream'. All writers "
         'produce the same files.',
-        _one_of(*WRITERS),
+        _one_of(*get_args(WriterName)),
+        zh=(
+            "'positional'：每个 rank 把自己的分片写到文件中。'parallel'：每个文件由一个 rank 写，其他 rank 把"
+            "分片发给它；``max_shard_size`` 越小，文件越多，写入者也越多。'stream'：全部由 rank 0 写，其他 ra"
+            "nk 把分片发给它。'gather'：每个 rank 收到每个张量，由 rank 0 写。'auto'：所有 rank 都看得到该目"
+            "录时为 'positional'，否则为 'stream'。各种方式写出的文件相同。"
+        ),
     )
-    verify: str = _option(
+    verify: VerifyLevel = _option(
         'sizes',
         "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, and the headers. "
         "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
-        _one_of(*VERIFY_LEVELS),
+        _one_of(*get_args(VerifyLevel)),
+        zh=(
+            "提交之前检查什么。'sizes'：每个字节都已写入，以及文件大小和文件头。'full'：另外从磁盘读回每个字"
+            '节，与在内存中计算的校验和比较。'
+        ),
     )
     max_keep_ckpts: int = _option(
         1,
         'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500`` or '
         '``hf_model_epoch_2``. -1 keeps all.',
         _at_least(1, -1),
+        zh=('保留多少次保存，包括最新的一次。较早的名为 ``hf_model_iter_500`` 或 ``hf_model_epoch_2``。-1 全部保留。'),
     )
 
 
@@ -282,10 +360,12 @@ class CallOptions(SaveOptions):
     upload_keep: ClassVar[int] = -1
     backend_args: ClassVar[None] = None
 
+    _: KW_ONLY
     step: int | None = _option(
         None,
         'Number of finished optimizer steps. Required when several saves are kept: the older ones are named after it.',
         _at_least(0),
+        zh='已完成的优化器步数。保留多次保存时必须给出：较早的保存以它命名。',
     )
 
     def __post_init__(self) -> None:
@@ -303,14 +383,22 @@ class RunOptions(SaveOptions):
         "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's ``work_dir/<timestamp>``, "
         "Trainer's ``output_dir``).",
         folder,
-        kw_only=False,
+        zh=(
+            '最新一次保存的目录。None：训练目录下的 ``hf_model``（MMEngine 的 ``work_dir/<timestamp>``，Train'
+            'er 的 ``output_dir``）。'
+        ),
     )
-    save_last: bool = _option(True, 'Also save when training ends.', _switch)
+    _: KW_ONLY
+    save_last: bool = _option(True, 'Also save when training ends.', _switch, zh='训练结束时也保存。')
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
         'large as the data that the rank writes. A save that is due while one is being written waits for it.',
         _switch,
+        zh=(
+            '先把权重复制到主机内存，再在训练继续的同时写文件。每个 rank 上的副本与它要写的数据一样大。写文件'
+            '期间到期的保存会等待它写完。'
+        ),
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
@@ -318,6 +406,11 @@ class RunOptions(SaveOptions):
         "the next iteration, or of the current validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' "
         "(preemption), 'SIGINT', 'SIGHUP' and 'SIGXCPU' end the process once the save is committed.",
         _signal_names,
+        zh=(
+            "请求保存的一个或几个信号。发给任何一个 rank，所有 rank 都会在下一次迭代或当前验证结束时保存。'SI"
+            "GUSR1' 和 'SIGUSR2' 之后训练继续；'SIGTERM'（抢占）、'SIGINT'、'SIGHUP' 和 'SIGXCPU' 在提交之后"
+            '结束进程。'
+        ),
     )
     on_saved: str | Sequence[str] | None = _option(
         None,
@@ -326,6 +419,12 @@ class RunOptions(SaveOptions):
         'Numbers in the last line that it prints as a JSON object go to the visualizer. When saves come faster than it '
         'finishes, it runs for the newest one next. It is ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
+        zh=(
+            '每次保存之后由 rank 0 运行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``'
+            '{label}`` 是 ``iter_500`` 这样的名字，``{output}`` 是放结果的目录。它打印的最后一行 JSON 对象中'
+            '的数字会送到可视化器。保存比命令快时，下一次运行针对最新的保存。命令最多运行一天；``timeout 1h C'
+            'OMMAND`` 可以更早结束它。'
+        ),
     )
     exit_wait_secs: float = _option(
         600,
@@ -333,6 +432,11 @@ class RunOptions(SaveOptions):
         'progress and for uploads, and how long the end of training waits for uploads and for ``on_saved``. '
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         _seconds,
+        zh=(
+            '正在结束的进程（异常、SIGTERM、SIGHUP 或 SIGXCPU 之后）等待进行中的保存和上传多久，以及训练结束'
+            '时等待上传和 ``on_saved`` 多久。无论如何，torchrun 在 SIGTERM 之后 30 秒发送 SIGKILL；torch 2.13'
+            ' 可以用 ``--shutdown-timeout`` 改变。'
+        ),
     )
     upload_to: str | None = _option(
         None,
@@ -340,20 +444,32 @@ class RunOptions(SaveOptions):
         'that fsspec supports), where each save has its own prefix (``hf_model_iter_500``) and ``hf_model.json`` '
         'names the newest.',
         _store_url,
+        zh=(
+            "在后台上传每次已提交的保存：到 's3://bucket/run' 这样的 URL（gs、az、oss 以及 fsspec 支持的其他"
+            '存储）。每次保存有自己的前缀（``hf_model_iter_500``），``hf_model.json`` 指出最新的一次。'
+        ),
     )
     upload_keep: int = _option(
-        -1, 'How many uploaded saves to keep, including the newest. -1 keeps all.', _at_least(1, -1)
+        -1,
+        'How many uploaded saves to keep, including the newest. -1 keeps all.',
+        _at_least(1, -1),
+        zh='保留多少次上传的保存，包括最新的一次。-1 全部保留。',
     )
     backend_args: dict[str, Any] | None = _option(
         None,
         "Keyword arguments for the library of the store in ``upload_to``, such as ``dict(endpoint_url='https://...')``."
         ' Keep credentials where that library looks for them, not here.',
         _library_arguments,
+        zh=(
+            "传给 ``upload_to`` 所用存储库的关键字参数，例如 ``dict(endpoint_url='https://...')``。密钥请放在"
+            '该库会查找的地方，不要写在这里。'
+        ),
     )
-    on_error: str = _option(
+    on_error: Literal['continue', 'raise'] = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
         _one_of('continue', 'raise'),
+        zh="保存失败时：'continue'（记录错误，继续训练）或 'raise'。",
     )
 
     def __post_init__(self) -> None:
@@ -368,17 +484,26 @@ class HookOptions(RunOptions):
 
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers', 'mmengine')
 
+    _: KW_ONLY
     interval: int | None = _option(
         None,
         "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's "
         'CheckpointHook, with its ``save_begin``.',
         _at_least(1, -1),
+        zh=(
+            '两次保存之间的 epoch 数或迭代数；-1 只在结束时保存。None：与训练的 CheckpointHook 及其 ``save_be'
+            'gin`` 相同。'
+        ),
     )
     by_epoch: bool | None = _option(
         None,
         'Whether ``interval`` counts epochs or iterations. None: as the train loop does, epochs in EpochBasedTrainLoop '
         'and iterations in IterBasedTrainLoop.',
         _switch,
+        zh=(
+            '``interval`` 按 epoch 还是按迭代计数。None：与训练循环相同，EpochBasedTrainLoop 按 epoch，IterBa'
+            'sedTrainLoop 按迭代。'
+        ),
     )
     save_best: str | list[str] | None = _option(
         None,
@@ -387,13 +512,19 @@ class HookOptions(RunOptions):
         'was resumed from. Rank 0 compares the scores. Without a validation during training there are none; a metric '
         'that the first validation lacks is an error.',
         _anything,
+        zh=(
+            '与 CheckpointHook 相同。最好的模型保存到 ``hf_model_best``，有几个指标时保存到 ``hf_model_best_<'
+            'metric>``。新的保存必须好于到目前为止的最好成绩，包括恢复之前的那次训练的。由 rank 0 比较分数。'
+            '训练中没有验证就没有分数；第一次验证中没有的指标是错误。'
+        ),
     )
-    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything)
+    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything, zh='与 CheckpointHook 相同。')
     ema: bool = _option(
         True,
         'If the run has an EMAHook, save its averaged weights, which are the ones that validation scores and that '
         'CheckpointHook saves. False: save the live weights.',
         _switch,
+        zh=('训练有 EMAHook 时，保存平均后的权重，即验证所评分的、CheckpointHook 所保存的权重。False：保存实时权重。'),
     )
 
     def __post_init__(self) -> None:
@@ -407,15 +538,18 @@ class HookOptions(RunOptions):
 class CallbackOptions(RunOptions):
     """Options of ``HFCheckpointCallback``, named as in TrainingArguments where it has the same option."""
 
-    save_strategy: str | None = _option(
+    _: KW_ONLY
+    save_strategy: Literal['no', 'steps', 'epoch'] | None = _option(
         None,
         "'no' (only at the end), 'steps' or 'epoch'. None: whenever Trainer itself saves a checkpoint.",
         _one_of('no', 'steps', 'epoch'),
+        zh="'no'（只在结束时）、'steps' 或 'epoch'。None：Trainer 自己保存检查点时。",
     )
     save_steps: int | None = _option(
         None,
         "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
         _at_least(1),
+        zh="``save_strategy='steps'`` 时两次保存之间的步数。None：与 TrainingArguments 相同。",
     )
 
     def __post_init__(self) -> None:

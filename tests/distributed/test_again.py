@@ -187,7 +187,7 @@ def test_runner_again(results):
     failed = 'RuntimeError: training failed'
     for *told, two_hooks in check(results, 'runner'):
         assert told == [failed, LAST, failed, LAST, True]
-        assert 'is in use by another run of this process' in two_hooks
+        assert 'is where another hook of this run saves' in two_hooks
 
 
 def test_save_hf_again(results):

@@ -115,7 +115,8 @@ def test_the_demo_leaves_what_the_pages_show(demo_folder):
     (shown,) = [block for block in blocks('text', 'getting-started.md') if 'ready to save' in block]
     log = shapes((demo_folder.parent / f'{demo_folder.parent.name}.log').read_text())
     assert not [line for line in shapes(shown) if line not in log]
-    lines = code('from_pretrained(').replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
+    lines = code('model = AutoModelForCausalLM', 'getting-started.md')
+    lines = lines.replace('work_dirs/demo/<timestamp>/hf_model', str(demo_folder))
     subprocess.run([sys.executable, '-c', lines], check=True)
     settings = json.loads((demo_folder / 'tokenizer_config.json').read_text())
     assert settings['tokenizer_class'] == 'LlamaTokenizer' and settings.get('add_prefix_space') is None
@@ -142,10 +143,9 @@ def test_the_config_lines_configure_the_hook(words):
 
 
 def test_what_stands_alone_can_be_used():
-    """The import to change in XTuner's configs, the recipe after each save, the lines of the callback."""
+    """The import to add to XTuner's configs, the recipe after each save, the lines of the callback."""
     (lines,) = blocks('diff')
-    before, after = lines.splitlines()
-    assert before == '-from xtuner.engine.hooks import HFCheckpointHook'
+    after = lines.splitlines()[0]
     found: dict[str, Any] = {}
     for text in (after.removeprefix('+'), code('lm_eval', 'on-saved.md'), code('HFCheckpointCallback', 'trainers.md')):
         exec(text, found)
@@ -217,6 +217,45 @@ def test_the_accelerate_loop_saves(tmp_path):
     run_ranks(accelerate_loop, 2, code('Accelerator', 'trainers.md'), tmp_path)
     assert verify.main([str(tmp_path / 'hf_model'), '--load']) == verify.SAME
     assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 15
+
+
+def trains_by(lines: str, folder: Path) -> None:
+    """Run the lines that make a Trainer, and train."""
+    from transformers import Trainer, TrainingArguments
+
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs.frontends import Sequences
+
+    options = dict(max_steps=2, save_strategy='no', report_to='none', use_cpu=True)
+    arguments = TrainingArguments(output_dir=str(folder), **options)
+    exec(lines, dict(Trainer=Trainer, model=odd_llama(), arguments=arguments, data=Sequences()))
+
+
+def test_the_lines_for_trainer_save(tmp_path):
+    run_ranks(trains_by, 1, code('callbacks=[HFCheckpointCallback()]'), tmp_path)
+    assert verify.main([str(tmp_path / 'hf_model'), '--load']) == verify.SAME
+
+
+def saves_by(lines: str, stage: int | None, folder: Path) -> None:
+    """Run lines that save a model, or an engine. Runs on: all ranks."""
+    from transformers import AutoTokenizer
+
+    from tests.helpers.models.zoo.llamas import odd_llama
+    from tests.helpers.runs.engines import zero_engine
+
+    model = odd_llama()
+    names = dict(model=model, step=3, tokenizer=AutoTokenizer.from_pretrained(folder / 'tokenizer'))
+    if stage is not None:
+        names['engine'] = zero_engine(model, stage)
+    exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))), names)
+
+
+@pytest.mark.parametrize('stage', [3, None])
+def test_the_lines_for_those_who_come_from_elsewhere(stage, tmp_path):
+    save_tokenizer(tmp_path / 'tokenizer', 8)
+    lines = code('save_hf(engine', 'migrating.md') if stage else code('save_hf(model', 'migrating.md')
+    run_ranks(saves_by, 2 if stage else 1, lines, stage, tmp_path)
+    assert verify.main([str(tmp_path / 'hf_model'), '--load']) == verify.SAME
 
 
 def test_the_example_exporter_is_chosen(monkeypatch):

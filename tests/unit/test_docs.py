@@ -24,14 +24,22 @@ CODE = '\n'.join(
     path.read_text(encoding='utf-8') for folder in FOLDERS for end in ('py', 'sh') for path in folder.rglob(f'*.{end}')
 )
 #: Names and options of other programs, and of this package's tests.
-OTHERS = {'bitsandbytes', 'client_kwargs', 'dequantize', 'dp_replicate_size', 'fsdp_config', 'fsdp_size'}
+OTHERS = {
+    'bitsandbytes',
+    'client_kwargs',
+    'consolidate_safetensors_files',
+    'dequantize',
+    'dp_replicate_size',
+    'fsdp_config',
+    'fsdp_size',
+}
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
 OTHERS |= {'vis_backends'}
 OTHERS |= {'--add_version', '--callbacks', '--delete', '--external_plugins', '--full', '--output_dir', '--private'}
 OTHERS |= {'--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
-ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'tests/trainers/test_NAME.py'}
+ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'zero_to_fp32.py', 'tests/trainers/test_NAME.py'}
 MESSAGES = re.findall(r'^\| `([^`]+)` \|', PAGES['troubleshooting.md'].partition('## Not an error of this')[0], re.M)
 #: What a value that varies may be: anything, but not what ends one message and begins the next.
 VARIES = '…'
@@ -167,3 +175,29 @@ def test_the_chart_has_the_figures(tools, file, tmp_path):
 
     draw(json.loads(file.with_suffix('.json').read_text()), tmp_path / 'drawn.svg')
     assert words_of(tmp_path / 'drawn.svg') == words_of(file)
+
+
+#: Of docs/, in both languages.
+CHINESE = sorted(
+    path.name for path in (ROOT / 'docs' / 'zh_cn').glob('*.md') if path.name not in ('index.md', 'options.md')
+)
+
+
+@pytest.mark.parametrize('name', CHINESE)
+def test_the_chinese_page_says_the_same(name):
+    """As many headings and rows, the same code, and the same names of options, files and messages."""
+    pages = [path.read_text(encoding='utf-8') for path in (ROOT / 'docs' / name, ROOT / 'docs' / 'zh_cn' / name)]
+    for what in (r'(?m)^#+ ', r'(?ms)^```.*?^```$'):
+        english, chinese = (re.findall(what, page) for page in pages)
+        assert english == chinese and english
+    if name != 'versions.md':  # whose long tables are in English alone
+        english, chinese = (len(re.findall(r'(?m)^\|', page)) for page in pages)
+        assert english == chinese
+    english, chinese = (set(re.findall(r'`([a-z]+(?:_[a-z]+)+=?[^`]*)`', page)) for page in pages)
+    assert chinese <= english
+
+
+def test_the_chinese_page_of_options_is_made_from_their_descriptions():
+    from tools.options_page import CHINESE, page
+
+    assert (ROOT / 'docs' / 'zh_cn' / 'options.md').read_text(encoding='utf-8') == page(CHINESE)

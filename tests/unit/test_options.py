@@ -15,14 +15,14 @@ from mmengine.registry import HOOKS, Registry
 from xhf_hooks import HFCheckpointHook, _build_hook, save_hf
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
-from xhf_hooks.options import CallOptions
+from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions
 from xhf_hooks.registry import register_hook
 
 BAD = {
     'out_dir': ['', 5, b'folder', 's3://', 's3://bucket/run', 'hf://org/name', '/', ['folder']],
     'interval': [0, -2, 1.5, '10', True],
     'save_last': [None, 'yes'],
-    'save_best': [[], '', 5, ['acc', 'acc'], ['auto', 'acc'], 'no_rule_can_be_inferred_for_this', {'acc': 1}],
+    'save_best': [[], '', 5, ['acc', 'acc'], ['auto', 'acc'], {'acc': 1}],
     'max_keep_ckpts': [0, -2, 1.5, '3', None, True],
     'module': ['', 5, ['llm']],
     'lora': ['', 'merged', True, ['merge']],
@@ -51,6 +51,7 @@ BAD_COMBINATIONS = [
     ('by_epoch', dict(by_epoch=True)),  # interval None follows CheckpointHook, which says what it counts
     ('by_epoch', dict(by_epoch='iter', interval=2)),
     ('rule', dict(rule='greater')),
+    ('rule', dict(save_best='no_rule_can_be_inferred_for_this')),
     ('rule', dict(save_best='acc', rule='bigger')),
     ('rule', dict(save_best='acc', rule=5)),
     ('rule', dict(save_best=['acc', 'loss', 'mAP'], rule=['greater', 'less'])),
@@ -151,3 +152,39 @@ def test_save_hf_has_the_options_that_are_described_for_it():
 def test_a_command_is_split_as_a_shell_does():
     assert HFCheckpointHook(on_saved="a 'b c' {path}").on_saved == ('a', 'b c', '{path}')
     assert HFCheckpointHook(on_saved=['a', 'b c']).on_saved == ('a', 'b c')
+
+
+def test_what_the_package_has_is_shown():
+    import xhf_hooks
+
+    assert {'HFCheckpointCallback', 'HFCheckpointHook', 'save_hf'} <= {*dir(xhf_hooks)}
+    assert xhf_hooks.HFCheckpointCallback.__name__ == 'HFCheckpointCallback'
+
+
+@pytest.mark.parametrize(
+    ('door', 'name', 'meant'),
+    [
+        (HFCheckpointHook, 'intervall', "; did you mean 'interval'?"),
+        (HFCheckpointCallback, 'save_step', "; did you mean 'save_steps'?"),
+        (HFCheckpointHook, 'colour', ''),
+    ],
+)
+def test_a_misspelt_option_names_the_one_that_was_meant(door, name, meant):
+    with pytest.raises(TypeError, match=rf'^{door.__name__} has no option {name!r}{re.escape(meant)}$'):
+        door(**{name: 5})
+
+
+@pytest.mark.parametrize(
+    ('door', 'options'),
+    [(HFCheckpointHook, HookOptions), (HFCheckpointCallback, CallbackOptions), (save_hf, CallOptions)],
+)
+def test_help_has_the_meaning_of_each_option(door, options):
+    said = inspect.getdoc(door)
+    assert len(fields(options)) > 10
+    assert [o.name for o in fields(options) if f'    {o.name}: {o.metadata["meaning"]}' not in said] == []
+
+
+@pytest.mark.parametrize('door', [HFCheckpointHook, HFCheckpointCallback])
+def test_out_dir_alone_goes_by_its_place(door):
+    kinds = {name: parameter.kind.name for name, parameter in inspect.signature(door).parameters.items()}
+    assert kinds.pop('out_dir') == 'POSITIONAL_OR_KEYWORD' and {*kinds.values()} == {'KEYWORD_ONLY'}

@@ -41,13 +41,16 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
     accepting = [cls for cls in EXPORTERS.module_dict.values() if cls.accepts(model, module)]
     if not accepting:
         raise ModelError(
-            f'no exporter accepts {type(model).__name__}. Exporters: {sorted(EXPORTERS.module_dict)}. Modules of the '
-            f'model: {[name for name, _ in model.named_children()]}. Set the option module to the path of the '
-            f'PreTrainedModel in it, or register an exporter (docs/extending.md)'
+            f'{type(model).__name__} is no PreTrainedModel of transformers and holds none; looked at it and below '
+            f'{[name for name, _ in model.named_children()]}. For another kind of model, register an exporter: '
+            f'docs/extending.md'
         )
     chosen = accepting[-1]
     given = {name: value for name, value in options.items() if value is not None}
     for name in (name for name in given if name not in chosen.options):
+        if name == 'lora':
+            reason = f'None: that needs a LoRA adapter of peft; {type(model).__name__} has none'
+            raise OptionError(name, reason, given[name])
         reason = f'because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}'
         raise OptionError(name, f'None, {reason}', given[name])
     exporter = chosen(model, module, **given)

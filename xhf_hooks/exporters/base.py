@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters.base_files import base_dir_of, is_remote_code, load_tokenizer
+from xhf_hooks.errors import BaseModelError, OptionError
+from xhf_hooks.exporters.base_files import base_dir_of, base_folder, is_remote_code, load_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import names_by_identity
@@ -134,7 +134,7 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
             raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
         return found, []
     if isinstance(tokenizer, dict):
-        tokenizer = build_from_config(tokenizer)
+        tokenizer = _built_tokenizer(tokenizer)
     if hasattr(tokenizer, 'save_pretrained'):
         return tokenizer, []
     warnings = []
@@ -148,6 +148,20 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     elif warnings:
         warnings.append(f'the tokenizer of {base} will be saved')
     return tokenizer, warnings
+
+
+def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
+    """What the config describes. An error of the Hub's library about a folder that is not there is said in a line."""
+    name = recipe.get('pretrained_model_name_or_path')
+    try:
+        return build_from_config(recipe)
+    except (OSError, ValueError):
+        if not isinstance(name, str) or base_folder(name) is not None:
+            raise
+        raise BaseModelError(
+            f'tokenizer of the config ({name!r}): no such folder and not in the cache; set it to the base '
+            f"model's folder"
+        ) from None
 
 
 class CompositeExporter(Exporter):

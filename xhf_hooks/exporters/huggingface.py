@@ -74,6 +74,12 @@ class HuggingFaceExporter(Exporter):
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
         _require_not_quantized(self._model)
+        kind = model_class(self._model)
+        if not is_remote_code(self._model) and kind.__module__.partition('.')[0] != 'transformers':
+            self.notes = (
+                f'{kind.__name__} is a class of {kind.__module__}, not of transformers: only code that has it can load '
+                f'these folders; {kind.__name__}.register_for_auto_class() puts its code into them',
+            )
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:

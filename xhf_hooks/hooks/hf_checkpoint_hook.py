@@ -18,7 +18,7 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
-from xhf_hooks.options import HookOptions
+from xhf_hooks.options import HookOptions, explains
 from xhf_hooks.planning.types import Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.frontend import RunFrontend
@@ -27,11 +27,12 @@ from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
 
 
+@explains(HookOptions)
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on. docs/options.md explains the options.
+    later, the error is logged and training goes on.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])

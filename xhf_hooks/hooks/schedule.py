@@ -66,10 +66,10 @@ def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway
     if is_one_epoch:
         found = f'{schedule}, but this train loop counts iterations: its one epoch is all of training'
     if (is_never or is_late) and not saves_anyway:
-        expected = 'a smaller one, or save_last or save_best: otherwise nothing is ever saved'
-        if lacks_scores:
-            expected = 'a smaller one, or save_last, or a validation for save_best: otherwise nothing is ever saved'
-        raise OptionError('interval', expected, None if is_never else found)
+        expected = 'one' if is_never else 'a smaller one'
+        expected += ', or save_last=True, or ' + ('a validation for save_best' if lacks_scores else 'save_best')
+        expected += ': nothing would ever be saved'
+        raise OptionError('interval', expected, schedule.interval if is_never else found)
     if not is_never and (is_late or is_one_epoch):
         log.warning(f'interval: {found}; set a smaller one, or by_epoch=False')
     if lacks_scores:

@@ -8,13 +8,14 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
-from xhf_hooks.options import CallOptions, folder
+from xhf_hooks.options import CallOptions, LlavaFormat, LoraMode, VerifyLevel, WriterName, explains, folder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
 
+@explains(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,
@@ -23,13 +24,13 @@ def save_hf(
     step: int | None = None,
     max_keep_ckpts: int = 1,
     module: str | None = None,
-    lora: str | None = None,
-    llava_format: str | None = None,
+    lora: LoraMode | None = None,
+    llava_format: LlavaFormat | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = '5GB',
     bucket_size: int | str = '128MB',
-    writer: str = 'auto',
-    verify: str = 'sizes',
+    writer: WriterName = 'auto',
+    verify: VerifyLevel = 'sizes',
 ) -> CommittedCheckpoint:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
@@ -40,8 +41,6 @@ def save_hf(
         model: A DeepSpeed engine, what ``accelerator.prepare`` returned, or a PreTrainedModel or PeftModel,
             alone, in DDP or in FSDP.
         out_dir: Folder of the newest save; replaced as a whole, and only when the new one is complete.
-
-    docs/options.md explains the other options.
 
     Returns:
         The committed save: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.options import CallbackOptions
+from xhf_hooks.options import CallbackOptions, explains
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
@@ -17,11 +17,12 @@ from xhf_hooks.saves.telemetry import RunLog, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
+@explains(CallbackOptions)
 class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which are needed for resuming;
-    ``save_strategy='no'`` in TrainingArguments turns those off. docs/options.md explains the options.
+    ``save_strategy='no'`` in TrainingArguments turns those off.
 
     Examples:
         >>> trainer = Trainer(..., callbacks=[HFCheckpointCallback()])

@@ -53,6 +53,11 @@ class OpenRun:
             if is_another and is_over:
                 log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
                 other._close()
+            elif both and self._run is not None and other._run is not None and not is_another:
+                raise TargetError(
+                    f'{min(both)} is where another hook of this run saves: is it listed twice in custom_hooks (or '
+                    f'callbacks)? If both are meant, set out_dir, or upload_to, of one of them'
+                )
             elif both:
                 raise TargetError(
                     f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '

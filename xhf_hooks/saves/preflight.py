@@ -68,7 +68,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
     log, plan, exporter = saver.log, saver.plan, saver.planned.exporter
     n_tensors, n_files = len(plan.placements), len(plan.files)
-    how = f'{saver.strategy.value} writer{", in the background" if saver.in_background else ""}; about '
+    how = f'{saver.strategy.value} writer{", in the background" if saver.in_background else ""}; at most '
     how += f'{saver.planned.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
@@ -96,5 +96,5 @@ def occasions_of(
         found.append('at the end of training')
     found += [f'at a new best score ({target.name})' for target in others.values()]
     if options.save_on_signal:
-        found.append('on demand')
+        found.append(f'on {" or ".join(options.save_on_signal)}')
     return found

@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.helpers.models.adapted import around
 from tests.helpers.models.zoo import build
-from xhf_hooks.errors import ModelError
+from xhf_hooks.errors import BaseModelError, ModelError, OptionError
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for
@@ -134,7 +135,11 @@ TWO = around(actor=build('llama'), critic=build('bert'))
     ('model', 'module', 'said'),
     [
         (TWO, None, r"2 Hugging Face models: \['actor', 'critic'\].* option module"),
-        (around(head=nn.Linear(2, 2)), None, r"no exporter accepts Module.*\['head'\].*option module"),
+        (
+            around(head=nn.Linear(2, 2)),
+            None,
+            r"is no PreTrainedModel .*holds none.*\['head'\].*extending.md",
+        ),
         (TWO, 'nothing', r"option module.*'nothing'.*\['actor', 'critic'\]"),
         (TWO, 'actor.lm_head', 'Linear'),
     ],
@@ -142,3 +147,31 @@ TWO = around(actor=build('llama'), critic=build('bert'))
 def test_which_one_is_asked(model, module, said):
     with pytest.raises(ModelError, match=said):
         exporter_for(model, module)
+
+
+def test_an_adapter_is_asked_for_where_there_is_none():
+    with pytest.raises(OptionError, match=r"option lora: expected None: that needs a LoRA adapter .*found 'merge'"):
+        exporter_for(build('llama'), None, lora='merge')
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A class that transformers does not have."""
+
+
+def test_a_class_of_ones_own_is_told(monkeypatch):
+    """Its folders load where its code is."""
+    (note,) = exporter_for(OwnLlama(build('llama').config), None).notes
+    assert note.startswith('OwnLlama is a class of tests.') and 'OwnLlama.register_for_auto_class()' in note
+    monkeypatch.setattr(OwnLlama, '_auto_class', 'AutoModelForCausalLM')
+    assert exporter_for(OwnLlama(build('llama').config), None).notes == ()
+    assert exporter_for(build('llama'), None).notes == ()
+
+
+@pytest.mark.parametrize('name', ['path/of/the/base', 'nobody/nothing'])
+def test_a_recipe_of_a_tokenizer_that_is_nowhere_is_one_line(name):
+    recipe = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=name)
+    exporter = exporter_for(build('llama'), None)
+    with pytest.raises(BaseModelError) as told:
+        find_tokenizer(None, recipe, exporter)
+    said = f"tokenizer of the config ('{name}'): no such folder and not in the cache; set it to the base model's folder"
+    assert str(told.value) == said and told.value.__cause__ is None and told.value.__suppress_context__

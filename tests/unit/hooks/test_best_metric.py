@@ -100,3 +100,8 @@ def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(te
         BestMetric('acc', None).begin(Path('hf_model'), earlier, hub)
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
     assert BestMetric('acc', None).begin(Path('hf_model'), earlier, hub) == ['best acc so far: 2.5000']
+
+
+def test_a_metric_whose_name_does_not_tell_the_rule():
+    with pytest.raises(OptionError, match="option rule: expected 'greater' or 'less', for the metric 'perplexity_x'"):
+        BestMetric('perplexity_x', None)

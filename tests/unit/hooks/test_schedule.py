@@ -1,4 +1,4 @@
-"""Whether a run has scores to compare."""
+"""Whether a run has scores to compare, and saves at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from xhf_hooks.hooks.schedule import validates
+from xhf_hooks.errors import OptionError
+from xhf_hooks.hooks.schedule import Schedule, check_schedule, validates
 
 
 def run_of(*, val_loop: object | None, **train_loop: Any) -> Any:
@@ -28,3 +29,22 @@ def run_of(*, val_loop: object | None, **train_loop: Any) -> Any:
 )
 def test_a_validation_that_begins_after_the_end_is_none(run, expected):
     assert validates(run) == expected
+
+
+@pytest.mark.parametrize(
+    ('interval', 'lacks_scores', 'said'),
+    [
+        (
+            -1,
+            False,
+            'expected one, or save_last=True, or save_best: nothing would ever be saved, found -1',
+        ),
+        (-1, True, 'or a validation for save_best: nothing would ever be saved, found -1'),
+        (400, False, 'expected a smaller one, or save_last=True, or save_best: nothing would ever be saved, found'),
+    ],
+)
+def test_a_run_that_would_save_nothing(interval, lacks_scores, said):
+    schedule = Schedule(interval, by_epoch=False)
+    with pytest.raises(OptionError) as told:
+        check_schedule(run_of(val_loop=None), schedule, None, saves_anyway=False, lacks_scores=lacks_scores)
+    assert said in str(told.value)

@@ -113,7 +113,7 @@ def test_runs_that_go_on_stay(tmp_path):
     for folder in both:
         run.begin(folder)
     assert len(OpenRun._open) == 3
-    with pytest.raises(TargetError, match='in use by another run of this process'):
+    with pytest.raises(TargetError, match='where another hook of this run saves: is it listed twice in custom_hooks'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
         saves.save(step(1))
@@ -128,7 +128,7 @@ def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
     """Each would take it from the other at every save. Other names or URLs are fine, and so is a run after another."""
     run, url = Run(), (tmp_path / 'store').as_uri()
     one = run.begin(tmp_path / 'one' / 'hf_model', upload_to=url)
-    with pytest.raises(TargetError, match=f'{url}/hf_model is in use by another run of this process'):
+    with pytest.raises(TargetError, match=f'{url}/hf_model is where another hook of this run saves'):
         run.begin(tmp_path / 'two' / 'hf_model', upload_to=f'{url}/')
     for folder, elsewhere in ((tmp_path / 'two' / 'merged', url), (tmp_path / 'two' / 'hf_model', f'{url}/two')):
         run.begin(folder, upload_to=elsewhere).close()
