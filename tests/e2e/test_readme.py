@@ -285,7 +285,7 @@ def test_the_benchmark_runs_outside_of_the_environment(tmp_path):
     finished = subprocess.run([*command, '--out', str(tmp_path)], cwd=ROOT, env=BARE, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.startswith('0.05 B parameters'), 'what is pasted into the README is the table alone'
-    (size,) = json.loads((tmp_path / 'save.json').read_text())['sizes']
+    (size,) = json.loads((tmp_path / 'save.json').read_text())['cases']
     share = {way: runs[0]['sent_mb'] * 1e6 / size['nbytes'] for way, runs in size['runs'].items()}
     assert share['xhf_hooks positional, with fsync, as the hook'] < 0.01
     assert '<svg' in (tmp_path / 'save.svg').read_text()

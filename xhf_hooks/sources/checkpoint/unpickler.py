@@ -122,7 +122,7 @@ _CONSTRUCTORS: dict[tuple[str, str], Any] = {
 
 
 class DataUnpickler(pickle.Unpickler):
-    """See :func:`load_pickle`."""
+    """Reads a pickle as data: stand-ins take the place of all that it names, and nothing is imported."""
 
     def __init__(self, file: BinaryIO, persistent: Callable[[Any], Any]) -> None:
         super().__init__(file)
