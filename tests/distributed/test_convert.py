@@ -240,4 +240,6 @@ def test_resized_embeddings_that_are_trained_copies(finished, tmp_path):
 def test_accelerate(finished, tmp_path):
     check(finished[1], 'accelerate')
     folder = finished[0] / 'accelerate'
-    assert_same_folder_tensors(convert(folder / 'state', tmp_path / 'out', '--base', folder / 'base'), folder / 'own')
+    found = convert(folder / 'state', tmp_path / 'out', '--base', folder / 'base')
+    assert_same_folder_tensors(found, folder / 'own')
+    assert_same_files(found, folder / 'hook')

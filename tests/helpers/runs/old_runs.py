@@ -166,25 +166,27 @@ def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, fo
 
 
 def accelerate_run(folder: Path) -> None:
-    """An Accelerate run: ``accelerator.save_state(folder/state)``, config in ``base``, Accelerate's save in ``own``."""
+    """An Accelerate run from ``base``: its ``save_state`` in ``state``, its own save in ``own``, ours in ``hook``."""
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
     from tests.helpers.models.zoo import build
     from tests.helpers.runs.frontends import fresh_accelerate
+    from xhf_hooks import save_hf
 
     # Small parameters stay whole, the default: else Accelerate saves empty ones with DeepSpeed 0.16.2 on a CPU
     zero = dict(stage3_gather_16bit_weights_on_model_save=True, stage3_param_persistence_threshold=100_000)
     with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(3, **zero)))
-        model = build('llama')
+        built = build('llama')
+        save_base(built, folder / 'base')
+        model = type(built).from_pretrained(folder / 'base')
         engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         ids = torch.arange(24).reshape(2, 12) % 131
         accelerator.backward(engine(input_ids=ids, labels=ids).loss)
         accelerator.save_state(str(folder / 'state'))
         weights = accelerator.get_state_dict(engine)
         if accelerator.is_main_process:
-            model.config.architectures = [type(model).__name__]  # as in any saved model
-            model.config.save_pretrained(folder / 'base')
             accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
         accelerator.wait_for_everyone()
+        save_hf(engine, folder / 'hook')
