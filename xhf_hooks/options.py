@@ -8,6 +8,7 @@ their signatures are the fields below. ``save_hf`` is a function; a test compare
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import shlex
@@ -15,15 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.system.versions import refuse_outdated
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LlavaFormat = Literal['xtuner', 'huggingface']
@@ -189,9 +187,26 @@ def explains(options: type) -> Callable[[_Documented], _Documented]:
     def explain(documented: _Documented) -> _Documented:
         lines = [f'    {option.name}: {option.metadata["meaning"]}' for option in in_reading_order(options)]
         documented.__doc__ = '\n'.join([inspect.cleandoc(documented.__doc__ or ''), '', 'Keyword Args:', *lines])
+        if inspect.isclass(documented):
+            documented.__init__ = _refusing_other_names(documented.__init__, options)  # type: ignore[method-assign]
         return documented
 
     return explain
+
+
+def _refusing_other_names(init: Callable[..., None], options: type) -> Callable[..., None]:
+    """The constructor, with an error that names the option that was probably meant."""
+    names = [option.name for option in fields(options)]
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: Any, **given: Any) -> None:
+        for name in given.keys() - names:
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f'; did you mean {close[0]!r}?' if close else ''
+            raise TypeError(f'{type(self).__name__} has no option {name!r}{meant}')
+        init(self, *values, **given)
+
+    return checked
 
 
 def in_reading_order(options: type) -> list[Field[Any]]:
@@ -210,15 +225,6 @@ class _Options:
     """
 
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
-
-    def __new__(cls, *values: Any, **given: Any) -> Self:
-        """Refuse names that are no option, with the one that was probably meant."""
-        names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
-        for name in given.keys() - names:
-            close = difflib.get_close_matches(name, names, n=1)
-            meant = f'; did you mean {close[0]!r}?' if close else ''
-            raise TypeError(f'{cls.__name__} has no option {name!r}{meant}')
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         refuse_outdated(*self.needs)
