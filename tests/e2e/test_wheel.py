@@ -33,7 +33,7 @@ SDIST = """
 import pathlib, sys, tarfile
 from setuptools import build_meta
 folder = pathlib.Path(sys.argv[1])
-tarfile.open(folder / build_meta.build_sdist(folder)).extractall(folder, filter='data')
+tarfile.open(folder / build_meta.build_sdist(folder)).extractall(folder)
 """
 
 
