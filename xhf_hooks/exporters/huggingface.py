@@ -22,7 +22,7 @@ from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import differences, load_empty, not_rehearsed, require_none
+from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
 from xhf_hooks.exporters.transformers_4.installed import converts_weights, tied_while_built
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
@@ -74,12 +74,6 @@ class HuggingFaceExporter(Exporter):
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
         _require_not_quantized(self._model)
-        kind = model_class(self._model)
-        if not is_remote_code(self._model) and kind.__module__.partition('.')[0] != 'transformers':
-            self.notes = (
-                f'{kind.__name__} is a class of {kind.__module__}, not of transformers: only code that has it can load '
-                f'these folders; {kind.__name__}.register_for_auto_class() puts its code into them',
-            )
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -161,7 +155,8 @@ class HuggingFaceExporter(Exporter):
                 problems.setdefault('not tied to what is saved', []).append(known[0])
         require_none(problems, kind.__name__)
         rehearsed[type(self)] = done
-        return []
+        comes_with_code = is_remote_code(self._model) or bool(getattr(config, 'auto_map', None))
+        return [] if comes_with_code else needs_its_code(kind)
 
     def _class_that_loads(self) -> type[PreTrainedModel]:
         """The class that config.json names: of transformers, or that of the trained model if it is custom code."""

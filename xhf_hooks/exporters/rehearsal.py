@@ -158,6 +158,16 @@ def not_rehearsed(kind: type, error: Exception) -> str:
     return f'that saves will load could not be tried beforehand: {kind.__name__}: {told[:300]}'
 
 
+def needs_its_code(kind: type) -> list[str]:
+    """A line for the log, if the class that loads is not one of transformers."""
+    if kind.__module__.partition('.')[0] == 'transformers':
+        return []
+    return [
+        f'{kind.__name__} is a class of {kind.__module__}, not of transformers: only code that has it can load these '
+        f'folders; {kind.__name__}.register_for_auto_class() puts its code into them'
+    ]
+
+
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
     """Training notices nothing of the block: not by random numbers, nor by a dtype that a failure leaves behind."""

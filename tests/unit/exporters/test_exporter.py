@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.helpers.models.adapted import around
 from tests.helpers.models.zoo import build
@@ -152,19 +152,6 @@ def test_which_one_is_asked(model, module, said):
 def test_an_adapter_is_asked_for_where_there_is_none():
     with pytest.raises(OptionError, match=r"option lora: expected None: that needs a LoRA adapter .*found 'merge'"):
         exporter_for(build('llama'), None, lora='merge')
-
-
-class OwnLlama(LlamaForCausalLM):
-    """A class that transformers does not have."""
-
-
-def test_a_class_of_ones_own_is_told(monkeypatch):
-    """Its folders load where its code is."""
-    (note,) = exporter_for(OwnLlama(build('llama').config), None).notes
-    assert note.startswith('OwnLlama is a class of tests.') and 'OwnLlama.register_for_auto_class()' in note
-    monkeypatch.setattr(OwnLlama, '_auto_class', 'AutoModelForCausalLM')
-    assert exporter_for(OwnLlama(build('llama').config), None).notes == ()
-    assert exporter_for(build('llama'), None).notes == ()
 
 
 @pytest.mark.parametrize('name', ['path/of/the/base', 'nobody/nothing'])

@@ -169,3 +169,28 @@ def test_ties_against_the_config(make: Callable[[], Any], is_tied, tmp_path):
     assert again.config.tie_word_embeddings is is_tied and model.config.tie_word_embeddings is before
     assert same_logits(model, again)
     assert (again.lm_head.weight is again.model.embed_tokens.weight) is is_tied
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class that transformers does not have."""
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):
+    """A class that another package changed, as XTuner's Mixtral: its folders load as that of transformers."""
+
+
+def notes_on(kind: type, **fields: Any) -> list[str]:
+    config = build('llama').config
+    config.update(fields)
+    exporter, placements = planned(kind(config))
+    return exporter.rehearse(placements)
+
+
+def test_a_class_of_ones_own_is_told(monkeypatch):
+    """Its folders load where its code is."""
+    (note,) = notes_on(OwnLlama)
+    assert note.startswith('OwnLlama is a class of tests.') and 'OwnLlama.register_for_auto_class()' in note
+    assert notes_on(OwnLlama, auto_map={'AutoModelForCausalLM': 'modeling_own.OwnLlama'}) == []
+    monkeypatch.setattr(OwnLlama, '_auto_class', 'AutoModelForCausalLM')
+    assert notes_on(OwnLlama) == []
+    assert notes_on(LlamaForCausalLM) == [] and notes_on(transformers.LlamaForCausalLM) == []
