@@ -7,14 +7,13 @@ import glob
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import TEMPORARY, CheckpointFolder
 from xhf_hooks.places.file_system import new_name
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.writers.output_file import OutputFile, create_file
+from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 
 
 def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> WriteStrategy:
@@ -42,18 +41,16 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     Raises:
         AgreedError: Rank 0 cannot write there.
     """
-    made: Any = None
-    with collective.stage('preflight'):
-        if collective.rank == 0:
-            probe = new_name(folder, 'shared')
-            try:
-                probe.parent.mkdir(parents=True, exist_ok=True)
-                made = probe.name, create_file(probe, b'probe', 5)
-            except OSError as error:
-                raise TargetError(
-                    f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can'
-                ) from error
-    name, identity = collective.broadcast(made)
+
+    def make_probe() -> tuple[str, FileIdentity]:
+        probe = new_name(folder, 'shared')
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            return probe.name, create_file(probe, b'probe', 5)
+        except OSError as error:
+            raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error
+
+    name, identity = collective.from_rank0('preflight', make_probe)
     probe = folder.with_name(name)  # hosts may mount the folder at different paths
     is_missed = False
     try:
