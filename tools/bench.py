@@ -1,9 +1,17 @@
-"""Measures xhf_hooks side by side with its peers: ``python tools/bench.py NAME``; ``--help`` lists the benchmarks.
+"""Measure xhf_hooks side by side with its peers.
+
+    python tools/bench.py save                                           time and memory of a save
+    python tools/bench.py save --billions 0.8 1.6 --ways stream XTuner   two sizes, and only these rows
+    python tools/bench.py stall --repeats 3 --out DIR                    how long saves stop training
+    python tools/bench.py draw --out docs/bench                          tables and charts again, from the JSON there
+
+A benchmark prints its progress, and at the end a table of medians. It writes the table and the JSON behind it to
+DIR/NAME.md and DIR/NAME.json, and of saves a chart to DIR/NAME.svg. docs/performance.md explains the results.
 
 Memory is the extra anonymous memory of the busiest rank, sampled every 2 ms. Freed memory is returned before each run,
 so that all runs start from the same state. Bytes sent are counted by the kernel, on each rank's own TCP connections.
 
-``save`` runs each way three times in a row, and only the third run counts: a virtual machine returns free memory to its
+'save' runs each way three times in a row, and only the third run counts: a virtual machine returns free memory to its
 host within a second, and new pages from there cost up to 3 us each. So the same save takes 0.3 to 5 s, depending on
 what ran before it. The third run starts right after the files of the second were removed, so it usually finds the
 memory that it needs.
@@ -13,30 +21,19 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert, stores
+from bench import convert
 from bench.chart import draw
 from bench.launch import MODELS, run_worker
 from bench.report import describe_machine, table
 from bench.ways import OURS, choose, ways_of
 
-from xhf_hooks.cli.output import CommandParser
-
-_EXAMPLES = {
-    'save': 'compare the time and memory of a save with all peers',
-    'save --billions 0.8 1.6 --ways stream XTuner': 'two model sizes; only rows with these words in their name',
-    'stall --repeats 3 --out DIR': 'measure how long saves stop training; write the results to DIR',
-    'draw --out docs/bench': 'measure nothing; make tables and charts again from the JSON files there',
-}
-_EPILOG = """\
-A benchmark prints its progress, and at the end a table of medians. It writes the table and the JSON behind it to
-DIR/NAME.md and DIR/NAME.json, and of saves a chart to DIR/NAME.svg. docs/performance.md explains the results."""
 #: Charts are drawn of these.
 CHARTS = ('save', 'floors', 'hsdp')
 SAVES = {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'in_a_row': 3}
@@ -56,8 +53,8 @@ BENCHES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
     ),
     'throttled': (
-        'Saves with every writer and a limited bandwidth, in MB/s, from each rank to the disk.',
-        {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1, 'limit': 300},
+        'Saves with every writer and a limited bandwidth from each rank to the disk.',
+        {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1},
     ),
     'memory': (
         'Memory and network traffic of every writer.',
@@ -65,16 +62,17 @@ BENCHES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     'stall': (
         'How long a save stops training, and how much it slows down iterations.',
-        {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'iterations': 4},
+        {'billions': [0.8], 'ranks': [2], 'repeats': 5},
     ),
     'upload': (
-        'Uploads to an object store by all ranks, compared with rank 0 alone, and beside training; uplinks in MB/s.',
-        {'billions': [0.8], 'ranks': [8], 'repeats': 3, 'uplink': 40, 'training_uplink': 10},
+        'Uploads to an object store by all ranks, compared with rank 0 alone, and beside training.',
+        {'billions': [0.8], 'ranks': [8], 'repeats': 3},
     ),
     'convert': (
         "Conversion of a checkpoint, compared with other converters; needs XTuner's environment.",
         {'billions': [0.5, 1.5], 'repeats': 5},
     ),
+    'draw': ('Measure nothing; make tables and charts again from DIR/NAME.json.', {}),
 }
 HELP = {
     'billions': f'billions of parameters of the model, from {", ".join(map(str, MODELS))}',
@@ -83,23 +81,18 @@ HELP = {
     'in_a_row': 'consecutive runs per measurement; only the last one counts',
     'ways': 'measure only rows whose name contains one of these words',
 }
+#: The model that trains on one rank beside an upload, and the number of uploads.
+BESIDE_UPLOADS = {'what': 'training', 'billions': 0.05, 'repeats': 10}
 
 
-def make_parser() -> ArgumentParser:
-    parser = CommandParser(
-        prog='python tools/bench.py',
-        examples=_EXAMPLES,
-        description='Measure xhf_hooks side by side with its peers.',
-        epilog=_EPILOG,
+def parse_args() -> Namespace:
+    parser = ArgumentParser(
+        prog='python tools/bench.py', description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest='what', required=True, metavar='NAME', parser_class=ArgumentParser)
-    drawing = 'Measure nothing; make tables and charts again from DIR/NAME.json.'
-    for what, (meaning, defaults) in {**BENCHES, 'draw': (drawing, {})}.items():
+    commands = parser.add_subparsers(dest='what', required=True, metavar='NAME')
+    for what, (meaning, defaults) in BENCHES.items():
         command = commands.add_parser(
-            what,
-            help=meaning.removesuffix('.'),
-            description=meaning,
-            formatter_class=ArgumentDefaultsHelpFormatter,
+            what, help=meaning, description=meaning, formatter_class=ArgumentDefaultsHelpFormatter
         )
         for name, default in defaults.items():
             several = isinstance(default, list)
@@ -110,51 +103,45 @@ def make_parser() -> ArgumentParser:
                 default=default,
                 choices=MODELS if name == 'billions' else None,
                 metavar='X',
-                help=HELP.get(name, 'a number'),
+                help=HELP[name],
             )
-        out = Path('work_dirs/bench').absolute()
         command.add_argument(
-            '--out',
-            type=lambda text: Path(text).absolute(),
-            default=out,
-            metavar='DIR',
-            help='folder for the results',
+            '--out', type=Path, default=Path('work_dirs/bench'), metavar='DIR', help='folder for the results'
         )
-    return parser
+    return parser.parse_args()
 
 
 def measure(args: Namespace) -> dict[str, Any]:
     """All cases of a benchmark: each size with each number of ranks."""
-    one = {'upload': stores.measure, 'convert': convert.measure}.get(args.what, _run_ranks)
+    one = convert.measure if args.what == 'convert' else run_ranks
     numbers = getattr(args, 'ranks', [1])
     cases = [one(args, n_ranks, billions) for n_ranks in numbers for billions in args.billions]
     return {'machine': describe_machine(), 'repeats': args.repeats, 'cases': cases}
 
 
-def _run_ranks(args: Namespace, n_ranks: int, billions: float) -> dict[str, Any]:
+def run_ranks(args: Namespace, n_ranks: int, billions: float) -> dict[str, Any]:
     job = {**vars(args), 'billions': billions, 'out': None}
     if 'ways' in job:
         job['ways'] = choose(ways_of(args.what), args.ways)
-    return {'ranks': n_ranks, **run_worker(n_ranks, job, args.out)}
-
-
-def show(what: str, measured: dict[str, Any], out: Path) -> None:
-    """Draw the chart, write and print the table."""
-    if what in CHARTS:
-        draw(measured, out / f'{what}.svg')
-    (out / f'{what}.md').write_text(table(what, measured))
-    print(table(what, measured))
+    case = {'ranks': n_ranks, **run_worker(n_ranks, job, args.out)}
+    if args.what == 'upload':
+        case['training'] = {'ranks': 1, **run_worker(1, BESIDE_UPLOADS, args.out)}
+    return case
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    args = parse_args()
+    args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.what != 'draw':
-        measured = measure(args)
-        (args.out / f'{args.what}.json').write_text(json.dumps(measured, indent=2) + '\n')
+        (args.out / f'{args.what}.json').write_text(json.dumps(measure(args), indent=2) + '\n')
     for what in BENCHES if args.what == 'draw' else [args.what]:
         if (file := args.out / f'{what}.json').exists():
-            show(what, json.loads(file.read_text()), args.out)
+            measured = json.loads(file.read_text())
+            if what in CHARTS:
+                draw(measured, args.out / f'{what}.svg')
+            (args.out / f'{what}.md').write_text(table(what, measured))
+            print(table(what, measured))
 
 
 if __name__ == '__main__':

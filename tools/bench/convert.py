@@ -8,6 +8,7 @@ anonymous memory (RssAnon), sampled every 5 ms; the dry run shows the cost of im
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,13 +60,8 @@ model = dict(
 """
 
 
-def variables() -> dict[str, str]:
-    """For every process: no network, and xtuner importable with a CPU build of torch."""
-    stand_ins = str(ROOT / 'tests' / 'e2e' / 'xtuner_stack')
-    return {
-        'PYTHONPATH': os.pathsep.join(filter(None, [stand_ins, os.environ.get('PYTHONPATH')])),
-        'HF_HUB_OFFLINE': '1',
-    }
+#: Needed to import xtuner beside a CPU build of torch.
+STAND_INS = ROOT / 'tests' / 'e2e' / 'xtuner_stack'
 
 
 def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
@@ -73,41 +69,31 @@ def make_checkpoint(billions: float, folder: Path) -> dict[str, Any]:
     from tests.helpers.models.model_folder import save_tokenizer
 
     job = {'what': 'checkpoint', 'billions': billions, 'optimizer': OPTIMIZERS[billions], 'folder': str(folder)}
-    made = run_worker(2, job, folder, **variables())
+    made = run_worker(2, job, folder, STAND_INS)
     base, numel = folder / 'base', made['parameters']
     (folder / 'config.py').write_text(CONFIG.format(base=str(base)))
     save_tokenizer(base, 8)
-    _save_zeros(base / 'model.safetensors', made['shapes'])
+    header, entries = build_header([(name, 'BF16', tuple(shape)) for name, shape in made['shapes'].items()])
+    with (base / 'model.safetensors').open('wb') as weights:
+        weights.write(header)
+        weights.truncate(entries[-1].end)  # zeros, as a hole in the file
     nbytes = sum(file.stat().st_size for file in (folder / 'iter_1.pth').iterdir())
     return {'parameters': numel, 'checkpoint_nbytes': nbytes, 'read_nbytes': 4 * numel, 'written_nbytes': 2 * numel}
 
 
-def _save_zeros(file: Path, shapes: Mapping[str, list[int]]) -> None:
-    """Save bf16 weights that are zero, as a hole in the file."""
-    header, entries = build_header([(name, 'BF16', tuple(shape)) for name, shape in shapes.items()])
-    with file.open('wb') as out:
-        out.write(header)
-        out.truncate(entries[-1].end)
-
-
-def ours(folder: Path) -> list[str]:
-    checkpoint, config = str(folder / 'iter_1.pth'), str(folder / 'config.py')
-    return [sys.executable, 'tools/convert.py', checkpoint, str(folder / 'out'), '--config', config]
-
-
 def ways(folder: Path, size: Mapping[str, Any]) -> dict[str, list[str]]:
     """Name to command; each writes to ``folder/out``."""
-    checkpoint, out = folder / 'iter_1.pth', str(folder / 'out')
-    optim_files = sorted(map(str, checkpoint.glob('*_optim_states.pt')))
-    zero_to_fp32 = [sys.executable, str(folder / 'zero_to_fp32.py'), str(folder), out]
-    xtuner = [sys.executable, '-m', 'xtuner.tools.model_converters.pth_to_hf', str(folder / 'config.py')]
-    return {
-        FLOOR: [sys.executable, '-c', COPY, out, str(size['read_nbytes']), str(size['written_nbytes']), *optim_files],
-        DRY: [*ours(folder), '--dry-run'],
-        OURS: ours(folder),
-        ZERO_TO_FP32: [*zero_to_fp32, '-t', 'iter_1.pth', '--safe_serialization'],
-        XTUNER: [*xtuner, str(checkpoint), out],
+    checkpoint, config, out = str(folder / 'iter_1.pth'), str(folder / 'config.py'), str(folder / 'out')
+    optim_files = sorted(map(str, Path(checkpoint).glob('*_optim_states.pt')))
+    ours = ['tools/convert.py', checkpoint, out, '--config', config]
+    commands = {
+        FLOOR: ['-c', COPY, out, str(size['read_nbytes']), str(size['written_nbytes']), *optim_files],
+        DRY: [*ours, '--dry-run'],
+        OURS: ours,
+        ZERO_TO_FP32: [f'{folder}/zero_to_fp32.py', str(folder), out, '-t', 'iter_1.pth', '--safe_serialization'],
+        XTUNER: ['-m', 'xtuner.tools.model_converters.pth_to_hf', config, checkpoint, out],
     }
+    return {way: [sys.executable, *command] for way, command in commands.items()}
 
 
 def measure_command(command: list[str], out: Path) -> dict[str, float]:
@@ -119,22 +105,15 @@ def measure_command(command: list[str], out: Path) -> dict[str, float]:
     started = time.perf_counter()
     peak = 0
     with (out.parent / 'output').open('wb') as output:
-        process = subprocess.Popen(command, env=environment(**variables()), cwd=ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environment(STAND_INS), cwd=ROOT, stdout=output, stderr=output)
         while process.poll() is None:
-            peak = max(peak, _anonymous_nbytes(process.pid))
+            anonymous = re.search(r'RssAnon:\s*(\d+) kB', Path(f'/proc/{process.pid}/status').read_text())
+            peak = max(peak, int(anonymous[1]) * 1024 if anonymous else 0)  # none after its end
             time.sleep(_SAMPLE_SECS)
     seconds = time.perf_counter() - started
     if process.returncode:
         sys.exit(f'{" ".join(command)} failed:\n{(out.parent / "output").read_text()[-3000:]}')
     return {'seconds': seconds, 'peak_mb': peak / 1e6}
-
-
-def _anonymous_nbytes(pid: int) -> int:
-    try:
-        status = Path(f'/proc/{pid}/status').read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('RssAnon:')), 0)
 
 
 def measure(args: Namespace, _: int, billions: float) -> dict[str, Any]:
@@ -145,15 +124,8 @@ def measure(args: Namespace, _: int, billions: float) -> dict[str, Any]:
         commands = ways(folder, size)
 
         def one(way: str) -> dict[str, float]:
-            _read(sorted((folder / 'iter_1.pth').iterdir()))  # whatever the previous way evicted from memory
+            for file in (folder / 'iter_1.pth').iterdir():  # whatever the previous way evicted from memory
+                subprocess.run(['cat', str(file)], stdout=subprocess.DEVNULL, check=True)
             return measure_command(commands[way], folder / 'out')
 
         return {**size, 'runs': in_turns(list(commands), args.repeats, one, tell_on_stderr)}
-
-
-def _read(files: list[Path]) -> None:
-    """Bring files into the page cache."""
-    for file in files:
-        with file.open('rb') as opened:
-            while opened.read(2**20):
-                pass

@@ -31,26 +31,26 @@ ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECS = 0.3
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """No GPU, and the settings of ``use_env`` in env.sh: DeepSpeed compiles with the ninja beside this Python."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [os.environ.get('PATH')])])
-    # This package, for scripts in it, and what it shares with tests/helpers
-    packages = [str(ROOT / 'tools'), str(ROOT), variables.pop('PYTHONPATH', os.environ.get('PYTHONPATH', ''))]
-    variables['PYTHONPATH'] = os.pathsep.join(filter(None, packages))
-    extensions = {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))}
-    ours = {'PATH': path, 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
-    return extensions | os.environ | ours | variables
-
-
-def run_worker(n_ranks: int, job: dict[str, Any], out: Path, **variables: str) -> dict[str, Any]:
-    """Launch worker.py for ``job`` and show its progress. Its files are below ``out``.
+def environment(*packages: Path) -> dict[str, str]:
+    """No GPU, and the settings of ``use_env`` in env.sh: DeepSpeed compiles with the ninja beside this Python.
 
     Args:
-        variables: Added to its environment.
-
-    Returns:
-        What it measured.
+        packages: Folders of packages, beside this one and tests/helpers.
     """
+    given = filter(None, [os.environ.get('PYTHONPATH')])
+    ours = {
+        'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ.get('PATH', os.defpath)]),
+        'PYTHONPATH': os.pathsep.join([*map(str, packages), str(ROOT / 'tools'), str(ROOT), *given]),
+        'DS_ACCELERATOR': 'cpu',
+        'CUDA_VISIBLE_DEVICES': '',
+        'OMP_NUM_THREADS': '1',
+        'HF_HUB_OFFLINE': '1',
+    }
+    return {'TORCH_EXTENSIONS_DIR': str(Path(sys.prefix, 'torch_extensions'))} | os.environ | ours
+
+
+def run_worker(n_ranks: int, job: dict[str, Any], out: Path, *packages: Path) -> dict[str, Any]:
+    """Launch worker.py for ``job`` and show its progress. Its files are below ``out``; returns what it measured."""
     with tempfile.TemporaryDirectory(dir=out) as name:
         folder = Path(name)
         (folder / 'job.json').write_text(json.dumps(job))
@@ -59,7 +59,7 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path, **variables: str) -
         progress = folder / 'progress'
         progress.touch()
         with (folder / 'output').open('w') as output, progress.open() as lines:
-            process = subprocess.Popen(command, env=environment(**variables), stdout=output, stderr=output)
+            process = subprocess.Popen(command, env=environment(*packages), stdout=output, stderr=output)
             try:
                 while process.poll() is None:
                     for line in lines:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from tests.helpers.checks.peak_sampler import PeakSampler
@@ -73,19 +74,10 @@ def _sent_nbytes() -> int:
     Gloo uses TCP even on one machine, and its connections stay open, so the difference between two calls is what was
     sent in between, whatever else the machine does. Shared memory is not counted.
     """
-    return sum(_sent_by(number) for number in os.listdir('/proc/self/fd'))
-
-
-def _sent_by(number: str) -> int:
-    try:
-        if not os.readlink(f'/proc/self/fd/{number}').startswith('socket:'):
-            return 0
-        copy = socket.socket(fileno=os.dup(int(number)))
-    except OSError:  # the descriptor of the listing, or one that a thread closed meanwhile
-        return 0
-    with copy:
-        if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
-            return 0
-        info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _SENT_AND_SENT_AGAIN.size)
-    sent, again = _SENT_AND_SENT_AGAIN.unpack_from(info, _AT)
-    return sent - again
+    total = 0
+    for connection in psutil.Process().net_connections('tcp'):
+        with socket.socket(fileno=os.dup(connection.fd)) as copy:
+            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _SENT_AND_SENT_AGAIN.size)
+        sent, sent_again = _SENT_AND_SENT_AGAIN.unpack_from(info, _AT)
+        total += sent - sent_again
+    return total

@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from bench.ways import ACCELERATE, FLOOR_ALL, FSYNC, XTUNER
+from tests.helpers.runs.zero_config import zero_config
 
 if TYPE_CHECKING:  # importing it prints a warning to standard output, which is only for bench.py's table
     import deepspeed
@@ -33,33 +36,23 @@ def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     dist.barrier()
 
 
-class AcceleratePeer:
+@cache
+def _accelerator() -> Any:
+    os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    config = zero_config(3, stage3_gather_16bit_weights_on_model_save=True)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator.deepspeed_config = config  # like accelerator.prepare, which would build another engine
+    return accelerator
+
+
+def accelerate_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
     """``accelerator.get_state_dict`` and ``save_pretrained``, as in Accelerate's documentation."""
-
-    def __init__(self) -> None:
-        self._accelerator = None
-
-    def __call__(self, engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
-        if self._accelerator is None:
-            self._accelerator = self._make(engine)
-        state_dict = self._accelerator.get_state_dict(engine)
-        engine.module.save_pretrained(
-            folder, is_main_process=dist.get_rank() == 0, save_function=self._accelerator.save, state_dict=state_dict
-        )
-        dist.barrier()
-
-    def _make(self, engine: deepspeed.DeepSpeedEngine) -> object:
-        os.environ['ACCELERATE_USE_DEEPSPEED'] = 'true'
-        from accelerate import Accelerator, DeepSpeedPlugin
-
-        config = {
-            'train_micro_batch_size_per_gpu': 1,
-            'bf16': {'enabled': True},
-            'zero_optimization': {'stage': 3, 'stage3_gather_16bit_weights_on_model_save': True},
-        }
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-        accelerator.deepspeed_config = config  # like accelerator.prepare, which would build another engine
-        return accelerator
+    state_dict, save = _accelerator().get_state_dict(engine), _accelerator().save
+    is_main_process = dist.get_rank() == 0
+    engine.module.save_pretrained(folder, is_main_process=is_main_process, save_function=save, state_dict=state_dict)
+    dist.barrier()
 
 
 class DcpPeer:
@@ -71,23 +64,15 @@ class DcpPeer:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard, zeros
 
-        mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        how = dict(dtype=torch.bfloat16, device_mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
         self._state: dict[str, torch.Tensor] = {}
         self._file_of: dict[str, int] = {}
-        n_files, before = _DCP_FILES_PER_RANK * world_size, 0
+        n_files, before = _DCP_FILES_PER_RANK * dist.get_world_size(), 0
         total = sum(parameter.ds_numel for parameter in model.parameters())
         for name, parameter in model.named_parameters():
-            shape = parameter.ds_shape
-            each = -(-shape[0] // world_size)
-            rows = max(0, min(each, shape[0] - rank * each))
-            local = torch.zeros(rows, *shape[1:], dtype=torch.bfloat16)
-            self._state[name] = DTensor.from_local(
-                local, mesh, [Shard(0)], shape=shape, stride=torch.empty(shape, device='meta').stride()
-            )
+            self._state[name] = zeros(*parameter.ds_shape, placements=[Shard(0)], **how)
             self._file_of[name] = 1 + before * n_files // total
             before += parameter.ds_numel
 
@@ -106,7 +91,7 @@ class DcpPeer:
 #: Peers by name; called with the engine and the folder on all ranks.
 PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
     XTUNER: xtuner_way,
-    ACCELERATE: AcceleratePeer(),
+    ACCELERATE: accelerate_way,
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from bench.launch import Figures, in_turns
 from bench.measuring import clear, measure_last
 from bench.peers import PEERS, DcpPeer, Floors, xtuner_way
 from bench.throttle import limited_writes
-from bench.ways import ASYNC, BUCKET_NBYTES, DCP, FLAT, FSYNC_WORDS, HSDP, NO_SAVE, OURS, SYNC, XTUNER
+from bench.ways import ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, NO_FSYNC, NO_SAVE, OURS, SYNC, XTUNER
 from tests.helpers.runs.fsdp_runs import shard
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import SaveOptions
@@ -41,6 +41,9 @@ LOG = RunLog(logging.getLogger('bench'), 'bench')
 FILES_PER_RANK = 4
 #: Tokens of a training iteration, which is a forward pass that gathers every parameter like ZeRO-3.
 N_TOKENS = 64
+#: Without a save.
+ITERATIONS = 4
+LIMIT_NBYTES_PER_SEC = 300 * 10**6
 
 
 def n_parameters(model: nn.Module) -> int:
@@ -61,60 +64,42 @@ class Ways:
 
     def __init__(self, engine: nn.Module) -> None:
         self._engine = engine
-        self._savers: dict[str, Saver] = {}
+        # The same saver each time, so that a run's second save is measured
+        self._saver = cache(partial(saver_of, engine))
         plan = self._saver('stream').plan
         self.nbytes = plan.nbytes
         self.least_nbytes = sum(place.nbytes for place in plan.placements)
+        # Only made if a floor is measured, since they are as large as the model
+        self._floors = cache(lambda: Floors(plan.nbytes))
 
-    def _saver(self, writer: str) -> Saver:
-        """The same saver each time, so that a run's second save is measured."""
-        if writer not in self._savers:
-            self._savers[writer] = saver_of(self._engine, writer)
-        return self._savers[writer]
-
-    @contextmanager
-    def way(self, name: str) -> Iterator[Callable[[Path], object]]:
-        """Yields a way. What it needs besides the model is made and freed here, or it would count as others' memory."""
+    def way(self, name: str) -> Callable[[Path], object]:
+        """What DCP needs besides the model is made here and freed with the way, or it would count as others' memory."""
         if name == DCP:
-            yield DcpPeer(self._engine.module).save
-        elif name in PEERS:
-            yield lambda folder: PEERS[name](self._engine, folder)
-        elif name.startswith(OURS):
-            writer, comma, words = name.removeprefix(OURS).partition(', ')
-            saver, fsync = self._saver(writer), f'{comma}{words}' == FSYNC_WORDS[True]
-            yield lambda folder: saver.save(CheckpointFolder(folder, 1, fsync=fsync), STEP)
-        else:
-            yield lambda folder: self._floors.write(name, folder)
-
-    @cached_property
-    def _floors(self) -> Floors:
-        """Only made if a floor is measured, since they are as large as the model."""
-        return Floors(self.nbytes)
+            return DcpPeer(self._engine.module).save
+        if name in PEERS:
+            return partial(PEERS[name], self._engine)
+        if name.startswith(OURS):
+            fsync = not name.endswith(NO_FSYNC)
+            saver = self._saver(name.removeprefix(OURS).partition(',')[0])
+            return lambda folder: saver.save(CheckpointFolder(folder, 1, fsync=fsync), STEP)
+        return partial(self._floors().write, name)
 
 
-def bench_save(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Measure the ways in turns, with each rank's writes limited as by a share if the job says so."""
-    ways, limit = Ways(engine), 10**6 * job.get('limit', 0)
+def bench_save(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+    """Measure the ways in turns: of an engine; or of a model that is sharded in two ways, a name's end says which."""
+    models = {'': model}
+    if job['what'] == 'hsdp':
+        models = {FLAT: shard(deepcopy(model), 'fsdp2'), HSDP: shard(model, 'hsdp2')}
+    ways = {kind: Ways(each) for kind, each in models.items()}
+    limit = LIMIT_NBYTES_PER_SEC if job['what'] == 'throttled' else 0  # of each rank, as by a share
 
-    def one(way: str) -> Figures:
-        with ways.way(way) as save, limited_writes(limit) if limit else nullcontext():
-            return measure_last(job['in_a_row'], save, folder, ways.least_nbytes)
+    def one(name: str) -> Figures:
+        of_kind = next(each for kind, each in ways.items() if name.endswith(kind))
+        with limited_writes(limit) if limit else nullcontext():
+            return measure_last(job['in_a_row'], of_kind.way(name), folder, of_kind.least_nbytes)
 
     runs = in_turns(job['ways'], job['repeats'], one, tell)
-    return {'nbytes': ways.nbytes, 'limit_nbytes_per_sec': limit, 'runs': runs}
-
-
-def bench_hsdp(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Shard a model and a copy of it, and measure both in turns."""
-    sharded = {FLAT: shard(deepcopy(model), 'fsdp2'), HSDP: shard(model, 'hsdp2')}
-    ways = {kind: Ways(each) for kind, each in sharded.items()}
-
-    def one(way: str) -> Figures:
-        kind = FLAT if way.endswith(FLAT) else HSDP
-        with ways[kind].way(way) as save:
-            return measure_last(job['in_a_row'], save, folder, ways[kind].least_nbytes)
-
-    return {'nbytes': ways[FLAT].nbytes, 'runs': in_turns(job['ways'], job['repeats'], one, tell)}
+    return {'nbytes': next(iter(ways.values())).nbytes, 'limit_nbytes_per_sec': limit, 'runs': runs}
 
 
 class Training:
@@ -148,22 +133,23 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
     saver.reserve_snapshot()
     training = Training(engine)
 
-    def instead(way: str) -> Figures:
+    def one(way: str) -> Figures:
+        clear(folder, sync=True)
+        if way == NO_SAVE:
+            n_done, seconds = training.run(ITERATIONS)
+            return {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
         started = time.perf_counter()
         if way == XTUNER:
             xtuner_way(engine, folder)
-        else:
+        elif way == SYNC:
             saver.save(CheckpointFolder(folder, 1), STEP)
-        dist.barrier()
-        seconds = time.perf_counter() - started
-        return {'stalled_secs': seconds, 'save_secs': seconds}
-
-    def beside() -> Figures:
-        started = time.perf_counter()
-        saving = saver.start(CheckpointFolder(folder, 1), STEP)
+        else:
+            saving = saver.start(CheckpointFolder(folder, 1), STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
-        n_done, seconds = training.run(1, lambda: saving.done())
+        if way != ASYNC:
+            return {'stalled_secs': stalled_secs, 'save_secs': stalled_secs}
+        n_done, seconds = training.run(1, saving.done)
         save_secs = saving.result().cost.seconds
         return {
             'stalled_secs': stalled_secs,
@@ -172,13 +158,6 @@ def bench_stall(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: 
             'iterations': n_done,
             'iterating_secs': seconds,
         }
-
-    def one(way: str) -> Figures:
-        clear(folder, sync=True)
-        if way == NO_SAVE:
-            n_done, seconds = training.run(job['iterations'])
-            return {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
-        return beside() if way == ASYNC else instead(way)
 
     runs = in_turns([XTUNER, SYNC, ASYNC, NO_SAVE], job['repeats'], one, tell)
     saver.close()

@@ -34,28 +34,25 @@ class Throttle:
         self._due = 0.0
         self.nbytes = 0
 
-    def wrote(self, nbytes: int) -> None:
-        """Wait as long as these bytes would have taken, after those of other threads."""
-        with self._lock:
-            self.nbytes += nbytes
-            self._due = max(self._due, time.perf_counter() - self._buffered_secs) + nbytes / self._rate
-            wait = self._due - time.perf_counter()
-        time.sleep(max(0.0, wait))
+    def limited(self, write: Callable[..., int]) -> Callable[..., int]:
+        """A function that waits as long as its bytes would have taken, after those of other threads."""
+
+        def write_and_wait(*args: Any) -> int:
+            nbytes = write(*args)
+            with self._lock:
+                self.nbytes += nbytes
+                self._due = max(self._due, time.perf_counter() - self._buffered_secs) + nbytes / self._rate
+                wait = self._due - time.perf_counter()
+            time.sleep(max(0.0, wait))
+            return nbytes
+
+        return write_and_wait
 
 
 @contextmanager
 def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
     """Throttle this process's positional writes, which all weights use. Idle time does not allow a later burst."""
-    throttle = Throttle(nbytes_per_sec)
-
-    def limited(write: Callable[..., int]) -> Callable[..., int]:
-        def write_and_wait(*args: Any) -> int:
-            nbytes = write(*args)
-            throttle.wrote(nbytes)
-            return nbytes
-
-        return write_and_wait
-
+    limited = Throttle(nbytes_per_sec).limited
     with mock.patch('os.pwrite', limited(os.pwrite)), mock.patch('os.pwritev', limited(os.pwritev)):
         yield
 
@@ -63,21 +60,16 @@ def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
 @contextmanager
 def limited_sending(nbytes_per_sec: float) -> Iterator[Throttle]:
     """Throttle everything that this process sends through Python's sockets, like an uplink."""
-    throttle = Throttle(nbytes_per_sec, _BUFFER_NBYTES)
-    send = socket.socket.send
+    throttle, original = Throttle(nbytes_per_sec, _BUFFER_NBYTES), socket.socket.send
+    send = throttle.limited(lambda self, data, *flags: original(self, memoryview(data)[:_PIECE_NBYTES], *flags))
 
-    def limited(self: socket.socket, data: Any, *flags: int) -> int:
-        sent = send(self, memoryview(data)[:_PIECE_NBYTES], *flags)
-        throttle.wrote(sent)
-        return sent
-
-    def limited_all(self: socket.socket, data: Any, *flags: int) -> None:
+    def send_all(self: socket.socket, data: Any, *flags: int) -> None:
         view = memoryview(data).cast('B')
         while len(view):
-            view = view[limited(self, view, *flags) :]
+            view = view[send(self, view, *flags) :]
 
-    def limited_messages(self: socket.socket, buffers: Sequence[Any], *args: Any) -> int:
-        return limited(self, next((buffer for buffer in buffers if len(buffer)), b''))
+    def send_messages(self: socket.socket, buffers: Sequence[Any], *args: Any) -> int:
+        return send(self, next((buffer for buffer in buffers if len(buffer)), b''))
 
-    with mock.patch.multiple(socket.socket, create=True, send=limited, sendall=limited_all, sendmsg=limited_messages):
+    with mock.patch.multiple(socket.socket, create=True, send=send, sendall=send_all, sendmsg=send_messages):
         yield throttle

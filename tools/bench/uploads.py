@@ -1,13 +1,19 @@
-"""Sends a partitioned model to an object store in each way, and trains beside it. Runs on: all ranks."""
+"""Sends a partitioned model to an object store in each way, and trains beside it. Runs on: all ranks.
+
+Each rank's uplink is throttled. The server is ``rclone serve s3`` on this machine, in memory. Ranks and server share
+the processors, so with 8 ranks at 40 MB/s 2 cores are the limit, not the uplinks. The slowdown of training beside an
+upload is measured with one rank and a slow uplink, which leave the server a core.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,56 +23,36 @@ from bench.launch import Figures, in_turns
 from bench.saves import LOG, STEP, Tell, Training, saver_of
 from bench.throttle import limited_sending
 from bench.ways import UPLOAD, UPLOAD_BOTO3
-from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS
+from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
 from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.saves.saver import Saver
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
 
+_UPLINK_NBYTES_PER_SEC = 40 * 10**6
+_UPLINK_BESIDE_TRAINING = 10 * 10**6
 _LEAST_ITERATIONS = 5
 
 
-class Ways:
-    """Uploads of saves on the local disk, each under a name of its own."""
+@dataclass(frozen=True)
+class Store:
+    """A server's URL and where it keeps the objects, and the saver of what is uploaded."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path) -> None:
-        os.environ.update(CREDENTIALS)
-        self._job, self._folder = job, folder
-        self._store = {'endpoint_url': job['endpoint']}
-        self._numbers = itertools.count()
-        self._saver = saver_of(engine, 'parallel')
-        self.nbytes = self._saver.plan.nbytes
-
-    def measure(self, way: str) -> Figures:
-        """Seconds of one way, and what rank 0 sent."""
-        name = f'run{next(self._numbers)}'
-        prepare = {UPLOAD: self._upload, UPLOAD_BOTO3: self._upload_boto3}
-        with limited_sending(self._job['uplink_nbytes_per_sec']) as throttle, prepare[way](name) as send:
-            dist.barrier()
-            began, before = time.perf_counter(), throttle.nbytes
-            send()
-            dist.barrier()
-            seconds = time.perf_counter() - began
-        sent: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(sent, throttle.nbytes - before)
-        stored = sum(path.stat().st_size for path in Path(self._job['objects'], BUCKET, name).rglob('*'))
-        if min(sum(sent), stored) < self.nbytes:
-            raise RuntimeError(f'{way}: of {self.nbytes} bytes only {sum(sent)} were sent and {stored} stored')
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._folder.parent, ignore_errors=True)
-            shutil.rmtree(Path(self._job['objects'], BUCKET, name))
-        return {'seconds': seconds, 'sent_mb': sent[0] / 1e6}
+    url: str
+    objects: Path
+    saver: Saver
+    folder: Path
 
     @contextmanager
     def save_and_claim(self, name: str) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
         """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
-        target, collective = CheckpointFolder(self._folder, 1), Collective()
-        self._saver.save(target, STEP)
+        target, collective = CheckpointFolder(self.folder, 1), Collective()
+        self.saver.save(target, STEP)
         url = f's3://{BUCKET}/{name}'
-        uploads: Uploads = uploads_of_run(url, self._store, -1, [self._folder], collective, LOG)
+        uploads: Uploads = uploads_of_run(url, {'endpoint_url': self.url}, -1, [self.folder], collective, LOG)
         uploads.claim()
 
         def is_over(within_secs: float = 0.0) -> bool:
@@ -79,45 +65,78 @@ class Ways:
         uploads.close()
         collective.close()
 
-    @contextmanager
-    def _upload(self, name: str) -> Iterator[Callable[[], object]]:
-        with self.save_and_claim(name) as (begin, is_over):
-            yield lambda: (begin(), is_over(3600.0))
 
-    @contextmanager
-    def _upload_boto3(self, name: str) -> Iterator[Callable[[], object]]:
-        """boto3's transfer manager with its defaults: ten threads, parts of 8 MB."""
-        import boto3
-
-        self._saver.save(CheckpointFolder(self._folder, 1), STEP)
-
-        def send() -> None:
-            client = boto3.client('s3', **self._store)
-            if dist.get_rank() == 0:
-                for path in sorted(self._folder.iterdir()):
-                    client.upload_file(str(path), BUCKET, f'{name}/{path.name}')
-
-        yield send
+@contextmanager
+def served(engine: deepspeed.DeepSpeedEngine, folder: Path, n_uploads: int) -> Iterator[Store]:
+    """A store for that many uploads, which rank 0 serves until the block ends."""
+    os.environ.update(CREDENTIALS)
+    found = [('', '')]
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
+            place = stack.enter_context(tempfile.TemporaryDirectory(dir=memory))
+            prefixes = [f'run{number}/hf_model_iter_1' for number in range(n_uploads)]
+            # The server keeps no MD5 of an object, and would read the object again whenever a client asks about it.
+            # Real stores do not, and so neither does this one. It still computes the MD5 of each part, as they do.
+            options = ('--etag-hash', '')
+            server = stack.enter_context(s3_server('rclone', Path(place), prefixes=prefixes, options=options))
+            found = [(server.url, f'{place}/objects/{BUCKET}')]
+        dist.broadcast_object_list(found)
+        url, objects = found[0]
+        yield Store(url, Path(objects), saver_of(engine, 'parallel'), folder)
 
 
 def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-    """Measure uploads of a save on the local disk, in turns."""
-    ways = Ways(engine, job, folder)
-    return {'nbytes': ways.nbytes, 'runs': in_turns([UPLOAD, UPLOAD_BOTO3], job['repeats'], ways.measure, tell)}
+    """Measure uploads of a save on the local disk, in turns: seconds, and what rank 0 sent."""
+    import boto3
+
+    ways = [UPLOAD, UPLOAD_BOTO3]
+    names = [f'run{number}' for number in range(len(ways) * job['repeats'])]
+    with served(engine, folder, len(names)) as store:
+        nbytes = store.saver.plan.nbytes
+
+        def one(way: str) -> Figures:
+            name = names.pop()
+            with limited_sending(_UPLINK_NBYTES_PER_SEC) as throttle, store.save_and_claim(name) as (begin, is_over):
+                dist.barrier()
+                began, before = time.perf_counter(), throttle.nbytes
+                if way == UPLOAD:
+                    begin()
+                    is_over(3600.0)
+                elif dist.get_rank() == 0:  # the transfer manager with its defaults: ten threads, parts of 8 MB
+                    client = boto3.client('s3', endpoint_url=store.url)
+                    for path in sorted(folder.iterdir()):
+                        client.upload_file(str(path), BUCKET, f'{name}/{path.name}')
+                dist.barrier()
+                seconds = time.perf_counter() - began
+            sent: list[int] = [0] * dist.get_world_size()
+            dist.all_gather_object(sent, throttle.nbytes - before)
+            stored = sum(path.stat().st_size for path in (store.objects / name).rglob('*'))
+            if min(sum(sent), stored) < nbytes:
+                raise RuntimeError(f'{way}: of {nbytes} bytes only {sum(sent)} were sent and {stored} stored')
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder.parent, ignore_errors=True)
+                shutil.rmtree(store.objects / name)
+            return {'seconds': seconds, 'sent_mb': sent[0] / 1e6}
+
+        runs = in_turns(ways, job['repeats'], one, tell)
+        return {'uplink_nbytes_per_sec': _UPLINK_NBYTES_PER_SEC, 'nbytes': nbytes, 'runs': runs}
 
 
 def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure iterations beside an upload and, before and after it, without one."""
-    ways, training, runs = Ways(engine, job, folder), Training(engine), []
-    for number in range(job['repeats']):
-        with limited_sending(job['uplink_nbytes_per_sec']), ways.save_and_claim(f'run{number}') as (begin, is_over):
-            before, secs = training.run(_LEAST_ITERATIONS)
-            begin()
-            others = time.process_time() - time.thread_time()
-            beside, beside_secs = training.run(1, is_over)
-            processor = (time.process_time() - time.thread_time() - others) / beside_secs
-            after, after_secs = training.run(_LEAST_ITERATIONS)
-        alone = (before + after) / (secs + after_secs)
-        runs.append({'slowed_by': 1 - beside / beside_secs / alone, 'processor': processor})
-        tell(f'[{number + 1}/{job["repeats"]}] training beside an upload: slowed by {runs[-1]["slowed_by"]:.1%}')
-    return {'nbytes': ways.nbytes, 'runs': runs}
+    with served(engine, folder, job['repeats']) as store:
+        training, runs = Training(engine), []
+        for number in range(job['repeats']):
+            with limited_sending(_UPLINK_BESIDE_TRAINING), store.save_and_claim(f'run{number}') as (begin, is_over):
+                before, secs = training.run(_LEAST_ITERATIONS)
+                begin()
+                others = time.process_time() - time.thread_time()
+                beside, beside_secs = training.run(1, is_over)
+                processor = (time.process_time() - time.thread_time() - others) / beside_secs
+                after, after_secs = training.run(_LEAST_ITERATIONS)
+            alone = (before + after) / (secs + after_secs)
+            runs.append({'slowed_by': 1 - beside / beside_secs / alone, 'processor': processor})
+            tell(f'[{number + 1}/{job["repeats"]}] training beside an upload: slowed by {runs[-1]["slowed_by"]:.1%}')
+        return {'uplink_nbytes_per_sec': _UPLINK_BESIDE_TRAINING, 'nbytes': store.saver.plan.nbytes, 'runs': runs}

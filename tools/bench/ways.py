@@ -20,7 +20,7 @@ UPLOAD = 'upload_to, all ranks'
 UPLOAD_BOTO3 = "rank 0 uploads the folder with boto3's transfer manager"
 FLAT, HSDP = ', FSDP2', ', HSDP'
 FSYNC = ', with fsync'
-FSYNC_WORDS = {False: ', without fsync', True: f'{FSYNC}, as the hook'}
+AS_THE_HOOK, NO_FSYNC = f'{FSYNC}, as the hook', ', without fsync'
 BUCKET_NBYTES = 128 * 10**6
 
 
@@ -29,7 +29,7 @@ def ways_of(what: str) -> list[str]:
     if what == 'hsdp':
         return [f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)]
     floors = [f'{floor}{fsync}' for fsync in ('', FSYNC) for floor in (FLOOR, FLOOR_ALL)]
-    ours = [f'{OURS}{writer}{fsync}' for fsync in FSYNC_WORDS.values() for writer in WRITERS]
+    ours = [f'{OURS}{writer}{fsync}' for fsync in (NO_FSYNC, AS_THE_HOOK) for writer in WRITERS]
     return [*floors, XTUNER, ACCELERATE, DCP, *ours]
 
 

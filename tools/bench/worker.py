@@ -15,8 +15,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.launch import MODELS
-from bench.saves import bench_hsdp, bench_save, bench_stall, n_parameters
+from bench.saves import bench_save, bench_stall, n_parameters
 from bench.uploads import bench_training, bench_upload
+from tests.helpers.runs.zero_config import zero_config
 
 #: Elements to change at once: a temporary tensor as large as a rank's fp32 master weights would not fit.
 CHUNK = 2**24
@@ -35,17 +36,12 @@ class Trained(nn.Module):
 
 def build(job: dict[str, Any]) -> nn.Module:
     """A bf16 Llama, whole or at ZeRO-3: an optimizer only if the job names one, so larger models fit."""
-    config = {
-        'train_micro_batch_size_per_gpu': 1,
-        'bf16': {'enabled': True},
-        'zero_optimization': {
-            'stage': 3,
-            'stage3_gather_16bit_weights_on_model_save': True,
-            'sub_group_size': int(1e8),
-        },
-        'zero_allow_untested_optimizer': True,
-        'zero_force_ds_cpu_optimizer': False,
-    }
+    config = zero_config(
+        3,
+        stage3_gather_16bit_weights_on_model_save=True,
+        stage3_param_persistence_threshold=100_000,  # DeepSpeed's own: what is smaller stays whole
+        sub_group_size=int(1e8),
+    )
     torch.manual_seed(0)
     llama = LlamaConfig(vocab_size=30000, **MODELS[job['billions']])
     if job['what'] == 'hsdp':
@@ -81,7 +77,6 @@ def make_checkpoint(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], *_: 
 #: By what a job asks for; the others ask for saves.
 BENCHES = {
     'checkpoint': make_checkpoint,
-    'hsdp': bench_hsdp,
     'stall': bench_stall,
     'upload': bench_upload,
     'training': bench_training,
