@@ -1,4 +1,4 @@
-"""Runs xhf-convert in this process, and compares its output with the hook's."""
+"""Checkpoints of live models; runs xhf-convert on them in this process, and compares its output with the hook's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,39 @@ def convert(*args: str | Path) -> Path:
 
     assert main([str(arg) for arg in args]) == 0
     return Path(args[1])
+
+
+def base_of(family: str, folder: Path) -> Path:
+    """Save a model of `tests.helpers.models.families` as a base on the Hub: with the dtypes of its parts."""
+    from tests.helpers.models.families import MODELS
+    from tests.helpers.models.zoo import build
+
+    model = build(family, models=MODELS)
+    model.save_pretrained(folder)
+    type(model).from_pretrained(folder).save_pretrained(folder)
+    return folder
+
+
+def checkpoint_of(model: Any, folder: Path, *, whole: bool = False, prefix: str = '') -> Path:
+    """Write what was trained, or all of it, to ``folder/iter_2.pth``, and beside it the adapter's config."""
+    import torch
+
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    state = {f'{prefix}{name}': tensor for name, tensor in model.state_dict().items() if whole or name in trained}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({'state_dict': state}, folder / 'iter_2.pth')
+    if hasattr(model, 'peft_config'):
+        model.peft_config['default'].save_pretrained(folder)
+    return folder / 'iter_2.pth'
+
+
+def assert_converted_as_by_the_hook(checkpoint: Path, model: Any, folder: Path, *modes: str) -> None:
+    """Convert a checkpoint of ``model`` to ``folder/MODE`` for each mode of the option lora, and compare."""
+    from xhf_hooks import save_hf
+
+    for mode in modes:
+        save_hf(model, folder / f'hook_{mode}', lora=mode)
+        assert_same_files(convert(checkpoint, folder / mode, '--lora', mode), folder / f'hook_{mode}')
 
 
 def assert_same_files(folder: Path, expected: Path) -> None:

@@ -14,13 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.checks.converted import assert_converted_as_by_the_hook, checkpoint_of, convert
 from tests.helpers.models.adapted import EXPERTS, adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
-from tests.unit.exporters.test_rehearsal import changed, loaded, planned, same_logits
-from xhf_hooks.errors import ModelError
+from tests.unit.exporters.test_rehearsal import loaded, same_logits
 
 pytestmark = pytest.mark.modern_only
 
@@ -75,34 +74,23 @@ def from_fp8(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
-def test_what_was_trained_is_loaded(load, tmp_path):
+def test_what_was_trained_is_loaded_of_a_save_and_of_a_conversion(load, tmp_path):
+    """The base's config.json still names the quantizer."""
     model = load(tmp_path / 'base')
     assert not hasattr(model.config, 'quantization_config')
     save_folder(model, tmp_path / 'hf_model')
-    assert same_logits(model, loaded(tmp_path / 'hf_model', type(model)))
-
-
-@pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
-def test_a_conversion_of_its_checkpoint(load, tmp_path):
-    """The base's config.json still names the quantizer."""
-    model = load(tmp_path / 'base')
-    tensors = {f'llm.{name}': tensor for name, tensor in model.state_dict().items()}
-    torch.save({'state_dict': tensors}, tmp_path / 'it.pth')
-    convert(tmp_path / 'it.pth', tmp_path / 'out', '--base', tmp_path / 'base')
-    again = loaded(tmp_path / 'out', type(model))
-    assert not hasattr(again.config, 'quantization_config') and same_logits(model, again)
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True, prefix='llm.')
+    convert(checkpoint, tmp_path / 'converted', '--base', tmp_path / 'base')
+    for folder in ('hf_model', 'converted'):
+        again = loaded(tmp_path / folder, type(model))
+        assert not hasattr(again.config, 'quantization_config') and same_logits(model, again)
 
 
 @pytest.mark.parametrize('load', [from_mxfp4, from_fp8])
 def test_a_conversion_of_its_adapters_checkpoint_is_the_hooks(load, tmp_path):
     model = adapt(load(tmp_path / 'base'), torch.bfloat16, target_modules=['q_proj'])
-    model.peft_config['default'].save_pretrained(tmp_path / 'run')
-    torch.save({'state_dict': model.state_dict()}, tmp_path / 'run' / 'it.pth')
-    for mode in ('adapter', 'merge'):
-        save_folder(model, tmp_path / f'hook_{mode}', lora=mode)
-        assert_same_files(
-            convert(tmp_path / 'run' / 'it.pth', tmp_path / mode, '--lora', mode), tmp_path / f'hook_{mode}'
-        )
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    assert_converted_as_by_the_hook(checkpoint, model, tmp_path, 'adapter', 'merge')
 
 
 def test_merged_adapter(tmp_path):
@@ -113,13 +101,3 @@ def test_merged_adapter(tmp_path):
     with torch.no_grad():
         difference = again.float()(input_ids=ids).logits - model.float().merge_and_unload()(input_ids=ids).logits
     assert difference.abs().max() < 1e-4
-
-
-def test_a_quantizers_conversion_is_found_by_the_rehearsal():
-    """These are the names that save_pretrained of transformers 5.23 gives."""
-    exporter, placements = planned(build('gpt_oss', models=MODELS))
-    names = [place.hf_name for place in placements if place.hf_name.endswith('experts.down_proj')]
-    for name in names:
-        placements = changed(placements, name, hf_name=f'{name}_blocks')
-    with pytest.raises(ModelError, match=r'2 missing: .*experts\.down_proj,.*2 unexpected: .*down_proj_blocks'):
-        exporter.rehearse(placements)

@@ -8,28 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     EncoderDecoderConfig,
     EncoderDecoderModel,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
 )
 
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import VISION_TOWER, build
+from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.sources import source_for
-
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
@@ -55,15 +50,6 @@ def with_base(model, folder: Path, **config):
     base.save_pretrained(folder)
     model.config._name_or_path = str(folder)
     return model
-
-
-@pytest.fixture
-def tokenizer():
-    words = Tokenizer(WordLevel({'<unk>': 0, '<s>': 1, '</s>': 2, 'a': 3, 'b': 4}, unk_token='<unk>'))
-    words.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>', bos_token='<s>', eos_token='</s>')
-    made.chat_template = TEMPLATE
-    return made
 
 
 # config.json
@@ -111,25 +97,19 @@ def test_use_cache_of_a_class_without_defaults(tmp_path):
 # The vocabulary
 
 
-def with_tokens(tokenizer, n_tokens: int):
-    made = copy.deepcopy(tokenizer)
-    made.add_tokens([f'new{i}' for i in range(len(made), n_tokens)])
-    return made
-
-
-def test_a_base_with_more_tokens_than_embeddings(tokenizer, tmp_path):
+def test_a_base_with_more_tokens_than_embeddings(tmp_path):
     """As google/gemma-3-1b-it, whose tokenizer has <image_soft_token>: nothing that training did."""
     model = with_base(build('llama'), tmp_path / 'base')
     rows = model.config.vocab_size
-    with_tokens(tokenizer, rows + 1).save_pretrained(tmp_path / 'base')
+    tokenizer(rows + 1).save_pretrained(tmp_path / 'base')
     own = AutoTokenizer.from_pretrained(tmp_path / 'base')
     assert written(tmp_path / 'found', model, tokenizer=own) == []
     assert len(AutoTokenizer.from_pretrained(tmp_path / 'found')) == rows + 1
     with pytest.raises(ModelError, match=f'has {rows + 2} tokens, but the model has embeddings for {rows}'):
-        written(tmp_path / 'more', model, tokenizer=with_tokens(own, rows + 2))
+        written(tmp_path / 'more', model, tokenizer=tokenizer(rows + 2))
 
 
-def test_the_vocabulary_of_the_decoder(tokenizer, tmp_path):
+def test_the_vocabulary_of_the_decoder(tmp_path):
     """Encoder and decoder have vocabularies of their own; an image encoder has none, but it embeds patches."""
     parts = {'encoder': {**MODELS['bert'][2], 'vocab_size': 7}, 'decoder': {**MODELS['bert'][2], 'vocab_size': 131}}
     for part in parts.values():
@@ -138,9 +118,9 @@ def test_the_vocabulary_of_the_decoder(tokenizer, tmp_path):
     parts['encoder'] = {**VISION_TOWER, 'model_type': 'clip_vision_model'}
     image = VisionEncoderDecoderModel(VisionEncoderDecoderConfig(**parts))
     for name, model in {'text': text, 'image': image}.items():
-        written(tmp_path / name, model, tokenizer=with_tokens(tokenizer, 131))
+        written(tmp_path / name, model, tokenizer=tokenizer(131))
         with pytest.raises(ModelError, match='has 132 tokens, but the model has embeddings for 131'):
-            written(tmp_path / f'{name} more', model, tokenizer=with_tokens(tokenizer, 132))
+            written(tmp_path / f'{name} more', model, tokenizer=tokenizer(132))
 
 
 # The tokenizer of the run
@@ -151,14 +131,14 @@ class Pieces:
 
 
 @pytest.mark.parametrize('has_base', [True, False])
-def test_a_tokenizer_of_another_library(has_base, tokenizer, tmp_path):
+def test_a_tokenizer_of_another_library(has_base, tmp_path):
     model = with_base(build('llama'), tmp_path / 'base')
     if has_base:
-        tokenizer.save_pretrained(tmp_path / 'base')
+        tokenizer(9).save_pretrained(tmp_path / 'base')
     found, warnings = find_tokenizer(None, Pieces(), HuggingFaceExporter(model, None))
     assert warnings[0] == f"the run's tokenizer is a {__name__}.Pieces, not one of transformers: it is not saved"
     if has_base:
-        assert len(found) == len(tokenizer) and "base' will be saved" in warnings[1]
+        assert len(found) == 9 and "base' will be saved" in warnings[1]
     else:
         assert found is None and 'no tokenizer will be saved' in warnings[1]
     assert len(warnings) == 2
@@ -225,19 +205,19 @@ def test_invalid_generation_config_is_left_out(tmp_path):
 # Tokenizer and processor
 
 
-def test_processor_files_come_from_the_base(tokenizer, tmp_path):
-    model = with_base(build('llava'), tmp_path / 'base')
-    tokenizer.save_pretrained(tmp_path / 'base')
+def test_processor_files_come_from_the_base(tmp_path):
+    model, words = with_base(build('llava'), tmp_path / 'base'), tokenizer()
+    words.save_pretrained(tmp_path / 'base')
     names = {'preprocessor_config.json', 'processor_config.json', 'chat_template.json'}
     for name in (*names, 'README.md'):
         (tmp_path / 'base' / name).write_text('"base"')
 
     def of_base(folder: str) -> set[str]:
-        written(tmp_path / folder, model, tokenizer=tokenizer)
+        written(tmp_path / folder, model, tokenizer=words)
         return {path.name for path in (tmp_path / folder).iterdir() if path.read_text() == '"base"'}
 
     assert of_base('found') == names
-    tokenizer.chat_template = 'replaced'
+    words.chat_template = 'replaced'
     assert of_base('replaced') == names - {'chat_template.json'}
 
     class Processor:

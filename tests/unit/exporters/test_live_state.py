@@ -49,23 +49,21 @@ def test_what_training_writes_into_the_config(tmp_path):
     assert (config['problem_type'], config['pad_token_id']) == ('multi_label_classification', 7)
 
 
-@pytest.mark.parametrize('lora', ['merge', 'both'])
-def test_what_training_writes_into_configs_of_adapted_models(lora, tmp_path):
+def test_what_training_writes_into_configs_of_adapted_models(tmp_path):
     model = adapted('llama')
-    exporter = planned(model, lora=lora)
+    exporter = planned(model, lora='both')
+    (tmp_path / 'adapter').mkdir()
     model.get_base_model().config.pad_token_id = 7
     model.get_base_model().generation_config.top_k = 7
-    assert written(exporter, tmp_path, 'config.json')['pad_token_id'] == 7
-    assert json.loads((tmp_path / 'generation_config.json').read_text())['top_k'] == 7
-    assert model.peft_config['default'].inference_mode is False
-
-
-def test_what_training_writes_into_the_adapters_config(tmp_path):
-    model = adapted('llama')
-    exporter = planned(model)
     model.peft_config['default'] = copy.copy(model.peft_config['default'])
     model.peft_config['default'].lora_alpha = 99
-    assert written(exporter, tmp_path, 'adapter_config.json')['lora_alpha'] == 99
+    for name, field, value in (
+        ('config.json', 'pad_token_id', 7),
+        ('generation_config.json', 'top_k', 7),
+        ('adapter/adapter_config.json', 'lora_alpha', 99),
+    ):
+        assert written(exporter, tmp_path, name)[field] == value
+    assert model.peft_config['default'].inference_mode is False
 
 
 SPEECH = ['CsmForConditionalGeneration', 'KyutaiSpeechToTextForConditionalGeneration']
@@ -156,21 +154,15 @@ def test_padded_embeddings_are_right(rows, llama, tmp_path):
 # What has no place in the folder
 
 
-@pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO)
-    return RunLog(logging.getLogger('test_left_out'), 'Door')
-
-
 @pytest.mark.parametrize('lora', [True, False])
-def test_trained_tensors_that_are_not_saved_are_named(lora, log, caplog):
+def test_trained_tensors_that_are_not_saved_are_named(lora, caplog):
     model = around(llm=adapted('llama') if lora else build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
     model.frozen.requires_grad_(False)
-    exporter = planned(model)
+    exporter, log = planned(model), RunLog(logging.getLogger('test_left_out'), 'Door')
     for _ in range(2):
         warn_of_left_out(log, exporter, model)
-    ((level, message),) = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert level == 'WARNING' and 'docs/extending.md' in message
+    (message,) = caplog.messages
+    assert caplog.records[0].levelname == 'WARNING' and 'docs/extending.md' in message
     assert 'trained, but not saved: 2 tensors (mask_head.weight, mask_head.bias)' in message
     model.frozen.requires_grad_(True)
     warn_of_left_out(log, exporter, model)

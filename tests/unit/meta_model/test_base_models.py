@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.checks.converted import (
+    assert_converted_as_by_the_hook,
+    assert_same_files,
+    base_of,
+    checkpoint_of,
+    convert,
+)
+from tests.helpers.models.adapted import adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
-from tests.helpers.models.zoo import available, build
+from tests.helpers.models.zoo import available
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES
@@ -25,58 +31,9 @@ from xhf_hooks.exporters.base_files import PROCESSOR_FILES
 WEIGHTS = 'model.safetensors'
 
 
-def base_of(family: str, folder: Path) -> Path:
-    build(family, models=MODELS).save_pretrained(folder)
-    return folder
-
-
 def from_base(folder: str | Path, kind: str | None = None, **options: Any) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)  # transformers 4.57 writes Qwen2-VL's architectures inside
     return getattr(transformers, kind or config.architectures[0]).from_pretrained(folder, torch_dtype='auto', **options)
-
-
-def adapted(model: Any, **lora: Any) -> Any:
-    """As after some training."""
-    found = get_peft_model(
-        model, LoraConfig(**{'r': 2, 'target_modules': ['q_proj'], 'task_type': 'CAUSAL_LM', **lora})
-    )
-    torch.manual_seed(2)
-    for parameter in found.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return found
-
-
-def checkpoint_of(model: Any, folder: Path, *, whole: bool = False, prefix: str = '') -> Path:
-    """What was trained, or all of it, and the adapter's config."""
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    folder.mkdir(parents=True)
-    state = {f'{prefix}{name}': tensor for name, tensor in model.state_dict().items() if whole or name in trained}
-    torch.save({'state_dict': state}, folder / 'iter_2.pth')
-    if hasattr(model, 'peft_config'):
-        model.peft_config['default'].save_pretrained(folder)
-    return folder / 'iter_2.pth'
-
-
-def assert_converted_as_by_the_hook(model: Any, folder: Path, *, whole: bool = False) -> None:
-    checkpoint = checkpoint_of(model, folder / 'run', whole=whole)
-    for mode in ('adapter', 'merge'):
-        save_hf(model, folder / f'hook_{mode}', lora=mode)
-        assert_same_files(convert(checkpoint, folder / mode, '--lora', mode), folder / f'hook_{mode}')
-
-
-@pytest.mark.parametrize(
-    'family',
-    [
-        family
-        for family in ('llama', 'llava', 'qwen2_vl', 'gemma3', 'mixtral', 'qwen3_moe', 'glm4_moe', 'ernie4_5_vl_moe')
-        if available(family, MODELS)
-    ],
-)
-def test_names_in_the_bases_files_are_those_that_transformers_loads(family, tmp_path):
-    """Renamed, and fused experts."""
-    base = base_of(family, tmp_path / 'base')
-    assert_converted_as_by_the_hook(adapted(from_base(base)), tmp_path)
 
 
 def test_what_loading_computes_is_computed_and_read_as_bytes_of_its_sources(tmp_path):
@@ -115,13 +72,13 @@ XTUNERS_CONFIG = """model = dict(
     llm=dict(
         type='transformers.LlavaForConditionalGeneration.from_pretrained', pretrained_model_name_or_path={base!r}
     ),
-    lora=dict(type='peft.LoraConfig', r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'),
+    lora=dict(type='peft.LoraConfig', r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM'),
 )"""
 
 
 @pytest.mark.parametrize('by', ['config.py', 'adapter_config.json', '--base'])
 def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
-    model = adapted(from_base(named_on_the_hub))
+    model = adapt(from_base(named_on_the_hub))
     for base in (str(named_on_the_hub), 'organization/base'):
         run = tmp_path / Path(base).name
         checkpoint = checkpoint_of(model, run, prefix='llm.' if by == 'config.py' else '')
@@ -173,7 +130,7 @@ def test_a_processor_beside_a_checkpoint_comes_before_the_bases(tmp_path):
 )
 def test_classifiers(kind, labels, lora, tmp_path):
     """The class is that of the adapter's task or auto_mapping, with as many labels as were trained."""
-    model = adapted(from_base(base_of('llama', tmp_path / 'base'), kind, num_labels=labels), **lora)
+    model = adapt(from_base(base_of('llama', tmp_path / 'base'), kind, num_labels=labels), **lora)
     checkpoint = checkpoint_of(model, tmp_path / 'run')
     for mode in ('adapter', 'merge'):
         save_hf(model, tmp_path / f'hook_{mode}', lora=mode)
@@ -186,8 +143,9 @@ def test_classifiers(kind, labels, lora, tmp_path):
 def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
     model = from_base(base_of('llama_tied' if tied else 'llama', tmp_path / 'base'))
     model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
-    model = adapted(model, modules_to_save=['embed_tokens', 'lm_head'])
-    assert_converted_as_by_the_hook(model, tmp_path, whole=True)
+    model = adapt(model, modules_to_save=['embed_tokens', 'lm_head'])
+    whole = checkpoint_of(model, tmp_path / 'run', whole=True)
+    assert_converted_as_by_the_hook(whole, model, tmp_path, 'adapter', 'merge')
     checkpoint = checkpoint_of(model, tmp_path / 'trained')  # frozen copies of what was trained are in no merged model
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), tmp_path / 'hook_merge')
 
@@ -247,7 +205,7 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
     """For each kind of output, with names."""
     from xhf_hooks.exporters import huggingface, lora
 
-    checkpoint = checkpoint_of(adapted(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
+    checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
 
     def without_the_first(load: Any) -> Any:
         return lambda *args: load(*args[:2], args[2][1:])
@@ -267,7 +225,7 @@ def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_loa
     def fail(*args: Any, **options: Any) -> None:
         raise ImportError('accelerate is missing')
 
-    checkpoint = checkpoint_of(adapted(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
+    checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
     expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
     monkeypatch.setattr(base_weights, 'load_and_tell', fail)
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
