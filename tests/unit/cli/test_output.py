@@ -1,4 +1,4 @@
-"""What the commands print of anybody's files: one line of plain text for each thing, and how far they are."""
+"""What the commands print: of their own use, of anybody's files in lines of plain text, and how far they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from xhf_hooks.cli import verify
+from xhf_hooks import __version__
+from xhf_hooks.cli import convert, verify
 from xhf_hooks.cli.output import complain, progress, say
 
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.
@@ -64,3 +65,42 @@ def test_progress(capsys, monkeypatch, is_terminal, secs):
         now[0] += secs
         show(42 * 10**8, 10**10)
         assert re.search(r'^\s*converting: +42%.* 4.20G/10.0G.*B/s', capsys.readouterr().err)
+
+
+COMMANDS = {'xhf-convert': convert, 'xhf-verify': verify}
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_help_begins_with_the_usage_and_ends_with_examples(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[name].main(['--help'])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and said.startswith(f'usage: {name}')
+    assert said.index('options:') < said.index('examples:') and said.count(f'  {name} ') >= 4
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_version(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[name].main(['--version'])
+    assert ended.value.code == 0 and capsys.readouterr().out == f'{name} {__version__}\n'
+
+
+@pytest.mark.parametrize(
+    ('name', 'words', 'expected'),
+    [
+        (
+            'xhf-convert',
+            'run OUT --max-shard-size 5gigs',
+            "expected a size such as '128MB' or a number of bytes",
+        ),
+        ('xhf-verify', 'FILE', 'model.safetensors is a file; give its folder: '),
+        ('xhf-verify', 'a b c', 'expected one path or two, found 3: a b c'),
+    ],
+)
+def test_wrong_use_says_what_is_right(name, words, expected, tmp_path, capsys):
+    file = tmp_path / 'model.safetensors'
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[name].main(words.replace('FILE', str(file)).split())
+    assert ended.value.code == 2 and expected in capsys.readouterr().err

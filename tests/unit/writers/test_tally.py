@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from xhf_hooks.errors import IncompleteError
+from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.planner import make_plan
@@ -71,3 +72,14 @@ def test_every_number_of_a_format_is_counted_as_torch_sees_it(code):
     for place in (~numbers.float().isfinite()).nonzero()[:8, 0].tolist():  # one alone, too
         number = numbers[place]
         assert count_non_finite(host_bytes(number.reshape(1)), code) == 1
+
+
+def test_combined_pieces_larger_than_four_gigabytes():
+    """Zeros leave a checksum of zeros before them alone: combining is a matter of the size."""
+    size, half = 2**33, zlib.crc32(bytes(2**20))
+    whole, step = half, 2**20
+    while step < size:
+        whole = checksum.combine(whole, whole, step)
+        step *= 2
+    assert whole == checksum.combine(0, whole, size)
+    assert checksum.combine(checksum.crc32(b'a'), whole, size) != checksum.combine(checksum.crc32(b'b'), whole, size)
