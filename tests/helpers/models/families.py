@@ -8,25 +8,12 @@ from __future__ import annotations
 
 from tests.helpers.models import zoo
 from tests.helpers.models.vision_families import VISION
-from tests.helpers.models.zoo import DECODER, ODD_DECODER, SPECIAL_TOKENS, VISION_TOWER, Models
+from tests.helpers.models.zoo import DECODER, GPT, ODD_DECODER, SEQ2SEQ, VISION_TOWER, Models
 
-_GPT = {'vocab_size': 131, 'n_embd': 40, 'n_layer': 2, 'n_head': 4, 'n_positions': 64, **SPECIAL_TOKENS}
 _ENCODER = zoo.MODELS['bert'][2]
 _MOE = {**DECODER, 'intermediate_size': 88, 'num_experts_per_tok': 2}
 _QWEN_MOE = {**_MOE, 'num_experts': 5, 'moe_intermediate_size': 56}
-_SEQ2SEQ = {
-    'vocab_size': 131,
-    'd_model': 40,
-    'encoder_layers': 2,
-    'decoder_layers': 2,
-    'encoder_attention_heads': 4,
-    'decoder_attention_heads': 4,
-    'encoder_ffn_dim': 77,
-    'decoder_ffn_dim': 77,
-    'max_position_embeddings': 64,
-    'decoder_start_token_id': 2,
-    **SPECIAL_TOKENS,
-}
+_SEQ2SEQ = {**SEQ2SEQ, 'max_position_embeddings': 64}
 
 _TEXT_DECODERS: Models = {
     'llama_tied': ('LlamaForCausalLM', 'LlamaConfig', {**ODD_DECODER, 'tie_word_embeddings': True}),
@@ -37,9 +24,9 @@ _TEXT_DECODERS: Models = {
         'OPTConfig',
         {**DECODER, 'ffn_dim': 77, 'word_embed_proj_dim': 40, 'num_attention_heads': 4},
     ),
-    'bloom': ('BloomForCausalLM', 'BloomConfig', {**_GPT, 'hidden_size': 40}),
+    'bloom': ('BloomForCausalLM', 'BloomConfig', {**GPT, 'hidden_size': 40}),
     'falcon': ('FalconForCausalLM', 'FalconConfig', {**DECODER, 'ffn_hidden_size': 77}),
-    'gptj': ('GPTJForCausalLM', 'GPTJConfig', {**_GPT, 'rotary_dim': 4, 'n_inner': 77}),
+    'gptj': ('GPTJForCausalLM', 'GPTJConfig', {**GPT, 'rotary_dim': 4, 'n_inner': 77}),
     'nemotron': ('NemotronForCausalLM', 'NemotronConfig', DECODER),
     'apertus': ('ApertusForCausalLM', 'ApertusConfig', DECODER),  # its __init__ reads the dtype
     'gemma4_text': (  # its config has other head sizes in some layers
@@ -65,16 +52,7 @@ _EXPERTS: Models = {
     'glm4_moe': (
         'Glm4MoeForCausalLM',
         'Glm4MoeConfig',
-        {
-            **_MOE,
-            'head_dim': 10,
-            'moe_intermediate_size': 56,
-            'n_routed_experts': 4,
-            'n_shared_experts': 1,
-            'n_group': 1,
-            'topk_group': 1,
-            'first_k_dense_replace': 1,
-        },
+        {**_MOE, 'head_dim': 10, 'moe_intermediate_size': 56, 'n_routed_experts': 4},
     ),
     'jamba': (
         'JambaForCausalLM',
@@ -84,8 +62,6 @@ _EXPERTS: Models = {
             'num_experts': 5,
             'attn_layer_period': 2,
             'attn_layer_offset': 1,
-            'expert_layer_period': 2,
-            'expert_layer_offset': 1,
             'use_mamba_kernels': False,
             'mamba_d_state': 7,
         },
@@ -148,7 +124,6 @@ _ENCODERS: Models = {
                 'num_filters': 4,
                 'hidden_size': 16,
                 'codebook_size': 32,
-                'codebook_dim': 16,
                 'upsampling_ratios': [2, 2],
                 'target_bandwidths': [1.0],
                 'sampling_rate': 800,

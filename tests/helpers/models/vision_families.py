@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tests.helpers.models.zoo import DECODER, GEMMA, MODELS, ODD_DECODER, SPECIAL_TOKENS, VISION_TOWER, Models
 
-_LLAMA = {**ODD_DECODER, 'model_type': 'llama'}
-_QWEN2 = {**DECODER, 'model_type': 'qwen2'}
-_CLIP = {**VISION_TOWER, 'model_type': 'clip_vision_model'}
-_SIGLIP = {**VISION_TOWER, 'model_type': 'siglip_vision_model'}
-_LLAVA: dict[str, Any] = {
-    'text_config': _LLAMA,
-    'vision_config': _CLIP,
-    'image_token_index': 130,
-    'image_seq_length': 4,
-}
-_TIED = {**_LLAVA, 'text_config': {**_LLAMA, 'tie_word_embeddings': True}, 'tie_word_embeddings': True}
+_TIED = {**MODELS['llava'][2], 'text_config': {**ODD_DECODER, 'tie_word_embeddings': True}}
 _GRID = {'image_grid_pinpoints': [[8, 8], [8, 16]]}
 _QWEN_VL = MODELS['qwen2_vl'][2]
 _QWEN_TOKENS = {name: value for name, value in _QWEN_VL.items() if name.endswith('token_id')}
@@ -28,22 +16,10 @@ _QWEN_TOWER = {
     'num_heads': 4,
     'patch_size': 4,
 }
-_PALIGEMMA = {
-    'text_config': {**ODD_DECODER, 'model_type': 'gemma'},
-    'vision_config': {**_SIGLIP, 'projection_dim': 35},
-    'projection_dim': 35,
-    'image_token_index': 130,
-}
-_IDEFICS = {'vision_config': VISION_TOWER, 'text_config': _LLAMA, 'image_token_id': 130, 'scale_factor': 2}
+_PALIGEMMA = {'text_config': ODD_DECODER, 'vision_config': VISION_TOWER, 'projection_dim': 35, 'image_token_index': 130}
+_IDEFICS = {'vision_config': VISION_TOWER, 'text_config': ODD_DECODER, 'image_token_id': 130}
 
-_SWIN = {
-    'image_size': 32,
-    'patch_size': 4,
-    'embed_dim': 24,
-    'depths': [1, 2],
-    'num_heads': [2, 3],
-    'window_size': 4,
-}
+_SWIN = {'image_size': 32, 'patch_size': 4, 'embed_dim': 24, 'depths': [1, 2], 'num_heads': [2, 3], 'window_size': 4}
 _SIZES = {'hidden_sizes': [14, 21], 'depths': [1, 2]}
 
 #: Classes that read values while they are built, in transformers 4.48: rates of stochastic depth.
@@ -92,8 +68,8 @@ VISION: Models = {
         'LlavaOnevisionForConditionalGeneration',
         'LlavaOnevisionConfig',
         {
-            'text_config': _QWEN2,
-            'vision_config': _SIGLIP,
+            'text_config': DECODER,
+            'vision_config': VISION_TOWER,
             'image_token_index': 130,
             'video_token_index': 129,
             **_GRID,
@@ -102,10 +78,7 @@ VISION: Models = {
     'qwen2_5_vl': (
         'Qwen2_5_VLForConditionalGeneration',
         'Qwen2_5_VLConfig',
-        {
-            **_QWEN_VL,
-            'vision_config': {**_QWEN_TOWER, 'window_size': 16, 'fullatt_block_indexes': [1]},
-        },
+        {**_QWEN_VL, 'vision_config': {**_QWEN_TOWER, 'window_size': 16, 'fullatt_block_indexes': [1]}},
     ),
     'qwen3_vl': (
         'Qwen3VLForConditionalGeneration',
@@ -120,11 +93,7 @@ VISION: Models = {
             **_QWEN_TOKENS,
         },
     ),
-    'paligemma': (
-        'PaliGemmaForConditionalGeneration',
-        'PaliGemmaConfig',
-        {**_PALIGEMMA, 'image_token_id': 130},
-    ),
+    'paligemma': ('PaliGemmaForConditionalGeneration', 'PaliGemmaConfig', {**_PALIGEMMA, 'image_token_id': 130}),
     'colpali': (
         'ColPaliForRetrieval',
         'ColPaliConfig',
@@ -133,11 +102,7 @@ VISION: Models = {
     'internvl': (
         'InternVLForConditionalGeneration',
         'InternVLConfig',
-        {
-            'text_config': _QWEN2,
-            'vision_config': {**VISION_TOWER, 'model_type': 'internvl_vision', 'image_size': [8, 8]},
-            'image_token_id': 130,
-        },
+        {'text_config': DECODER, 'vision_config': {**VISION_TOWER, 'image_size': [8, 8]}, 'image_token_id': 130},
     ),
     'emu3': (
         'Emu3ForConditionalGeneration',
@@ -154,7 +119,7 @@ VISION: Models = {
                 'hidden_size': 32,
                 'num_attention_heads': 2,
             },
-            'text_config': {**DECODER, 'model_type': 'emu3_text_model'},
+            'text_config': DECODER,
             'vocabulary_map': {f'<|visual token {i:06d}|>': 20 + i for i in range(20)} | {'<image>': 130},
         },
     ),
@@ -190,15 +155,7 @@ VISION: Models = {
         'Blip2Config',
         {
             'vision_config': VISION_TOWER,
-            'qformer_config': {
-                'vocab_size': 131,
-                'hidden_size': 40,
-                'num_hidden_layers': 2,
-                'num_attention_heads': 4,
-                'intermediate_size': 77,
-                'encoder_hidden_size': 35,
-                'max_position_embeddings': 64,
-            },
+            'qformer_config': MODELS['bert'][2],
             'text_config': {**DECODER, 'model_type': 'opt', 'ffn_dim': 77, 'word_embed_proj_dim': 40},
             'num_query_tokens': 3,
             'image_token_index': 130,
@@ -207,10 +164,6 @@ VISION: Models = {
     'gemma3_untied': (
         'Gemma3ForConditionalGeneration',
         'Gemma3Config',
-        {
-            **MODELS['gemma3'][2],
-            'text_config': {**GEMMA, 'model_type': 'gemma3_text', 'tie_word_embeddings': False},
-            'tie_word_embeddings': False,
-        },
+        {**MODELS['gemma3'][2], 'text_config': {**GEMMA, 'tie_word_embeddings': False}, 'tie_word_embeddings': False},
     ),
 }

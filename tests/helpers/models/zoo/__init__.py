@@ -34,14 +34,20 @@ DECODER = {
     **SPECIAL_TOKENS,
 }
 # For families with any head size.
-ODD_DECODER = {
-    **DECODER,
-    'hidden_size': 35,
-    'num_attention_heads': 5,
-    'num_key_value_heads': 1,
-    'head_dim': 10,
-}
+ODD_DECODER = {**DECODER, 'hidden_size': 35, 'num_attention_heads': 5, 'num_key_value_heads': 1, 'head_dim': 10}
 GEMMA = {**ODD_DECODER, 'query_pre_attn_scalar': 10, 'sliding_window': 16}
+GPT = {'vocab_size': 131, 'n_embd': 40, 'n_layer': 2, 'n_head': 4, 'n_positions': 64, **SPECIAL_TOKENS}
+SEQ2SEQ = {
+    'vocab_size': 131,
+    'd_model': 40,
+    'encoder_layers': 2,
+    'decoder_layers': 2,
+    'encoder_attention_heads': 4,
+    'decoder_attention_heads': 4,
+    'encoder_ffn_dim': 77,
+    'decoder_ffn_dim': 77,
+    **SPECIAL_TOKENS,
+}
 VISION_TOWER = {
     'hidden_size': 35,
     'intermediate_size': 51,
@@ -60,13 +66,7 @@ MODELS: Models = {
     'qwen3_moe': (
         'Qwen3MoeForCausalLM',
         'Qwen3MoeConfig',
-        {
-            **DECODER,
-            'head_dim': 10,
-            'num_experts': 5,
-            'num_experts_per_tok': 2,
-            'moe_intermediate_size': 56,
-        },
+        {**DECODER, 'head_dim': 10, 'num_experts': 5, 'num_experts_per_tok': 2, 'moe_intermediate_size': 56},
     ),
     'mixtral': (
         'MixtralForCausalLM',
@@ -82,7 +82,6 @@ MODELS: Models = {
             'first_k_dense_replace': 1,  # one dense layer, then one of experts
             'moe_intermediate_size': 56,
             'n_routed_experts': 4,
-            'n_shared_experts': 1,
             'n_group': 2,
             'topk_group': 1,
             'num_experts_per_tok': 2,
@@ -93,27 +92,15 @@ MODELS: Models = {
             'v_head_dim': 10,
         },
     ),
-    'gpt2': (
-        'GPT2LMHeadModel',
-        'GPT2Config',
-        {
-            'vocab_size': 131,
-            'n_embd': 35,
-            'n_inner': 77,
-            'n_layer': 2,
-            'n_head': 5,
-            'n_positions': 64,
-            **SPECIAL_TOKENS,
-        },
-    ),
+    'gpt2': ('GPT2LMHeadModel', 'GPT2Config', {**GPT, 'n_embd': 35, 'n_head': 5, 'n_inner': 77}),
     'gpt_neox': ('GPTNeoXForCausalLM', 'GPTNeoXConfig', {**DECODER, 'num_key_value_heads': 4}),
     'gemma2': ('Gemma2ForCausalLM', 'Gemma2Config', GEMMA),
     'gemma3': (
         'Gemma3ForConditionalGeneration',
         'Gemma3Config',
         {
-            'text_config': {**GEMMA, 'model_type': 'gemma3_text'},
-            'vision_config': {**VISION_TOWER, 'model_type': 'siglip_vision_model'},
+            'text_config': GEMMA,
+            'vision_config': VISION_TOWER,
             'mm_tokens_per_image': 1,
             'boi_token_index': 128,
             'eoi_token_index': 129,
@@ -126,13 +113,7 @@ MODELS: Models = {
     'mamba': (
         'MambaForCausalLM',
         'MambaConfig',
-        {
-            'vocab_size': 131,
-            'hidden_size': 35,
-            'state_size': 7,
-            'num_hidden_layers': 2,
-            **SPECIAL_TOKENS,
-        },
+        {'vocab_size': 131, 'hidden_size': 35, 'state_size': 7, 'num_hidden_layers': 2, **SPECIAL_TOKENS},
     ),
     'bert': (
         'BertForMaskedLM',
@@ -164,30 +145,17 @@ MODELS: Models = {
         'WhisperForConditionalGeneration',
         'WhisperConfig',
         {
-            'vocab_size': 131,
-            'd_model': 40,
-            'encoder_layers': 2,
-            'decoder_layers': 2,
-            'encoder_attention_heads': 4,
-            'decoder_attention_heads': 4,
-            'encoder_ffn_dim': 77,
-            'decoder_ffn_dim': 77,
+            **SEQ2SEQ,
             'num_mel_bins': 13,
             'max_source_positions': 20,
             'max_target_positions': 31,
             'decoder_start_token_id': 1,
-            **SPECIAL_TOKENS,
         },
     ),
     'llava': (
         'LlavaForConditionalGeneration',
         'LlavaConfig',
-        {
-            'text_config': {**ODD_DECODER, 'model_type': 'llama'},
-            'vision_config': {**VISION_TOWER, 'model_type': 'clip_vision_model'},
-            'image_token_index': 130,
-            'image_seq_length': 4,
-        },
+        {'text_config': ODD_DECODER, 'vision_config': VISION_TOWER, 'image_token_index': 130, 'image_seq_length': 4},
     ),
     'qwen2_vl': (
         'Qwen2VLForConditionalGeneration',
