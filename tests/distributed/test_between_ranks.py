@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.checks.peak_sampler import PeakSampler
+from tests.helpers.checks.peak_sampler import sampled_memory
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 
@@ -62,14 +62,14 @@ def save_and_count(stage: int, root: Path) -> dict[str, dict[str, int]]:
         with (
             mock.patch.object(Collective, 'post', count),
             mock.patch.object(source, 'gathered', count_gathered),
-            PeakSampler() as sampler,
+            sampled_memory() as memory,
         ):
             plan, _ = save_folder(model, root / way, **how)
         found[way] = {
             'sent': sum(sent),
             'most_at_once': max(sent, default=0),
             'gathered': len(whole),
-            'memory': sampler.meter.peak_extra_nbytes,
+            'memory': memory.peak_extra_nbytes,
             'weights': sum(placement.nbytes for placement in plan.placements),
         }
     return found

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import edit_json, flip, save_with_manifest
+from tests.helpers.models.model_folder import edit_json, flip, save_model, write_manifest
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
@@ -24,7 +24,7 @@ WEIGHTS = 'model.safetensors'
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-    return save_with_manifest('llama', tmp_path_factory.mktemp('model') / 'model')
+    return write_manifest(save_model('llama', tmp_path_factory.mktemp('model') / 'model'))
 
 
 @pytest.fixture

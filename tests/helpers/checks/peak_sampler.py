@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from xhf_hooks.sources.host_memory import MemoryMeter
 
 
-class PeakSampler:
-    """Samples this process's extra anonymous memory while the block runs.
+@contextmanager
+def sampled_memory() -> Iterator[MemoryMeter]:
+    """Samples this process's extra anonymous memory each millisecond while the block runs."""
+    meter, is_over = MemoryMeter(), threading.Event()
 
-    Attributes:
-        meter: Has the peak.
-    """
+    def sample() -> None:
+        while not is_over.wait(0.001):
+            meter.sample()
 
-    def __init__(self, interval_secs: float = 0.001) -> None:
-        self._interval_secs = interval_secs
-
-    def __enter__(self) -> PeakSampler:
-        self.meter = MemoryMeter()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_secs):
-            self.meter.sample()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    yield meter
+    is_over.set()
+    thread.join()

@@ -71,12 +71,8 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
 
 
 @cache
-def adapter_kinds() -> tuple[str, ...]:
-    """Those of :data:`KINDS` that the installed peft can make and save: before 0.15 it has no Conv1d, for example."""
-    return tuple(kind for kind in KINDS if is_known_to_peft(kind))
-
-
 def is_known_to_peft(kind: str) -> bool:
+    """Whether the installed peft can make and save one of :data:`KINDS`: before 0.15 it has no Conv1d, for example."""
     from peft import get_peft_model_state_dict
 
     family, lora = KINDS[kind]

@@ -35,15 +35,8 @@ def save_tokenizer(folder: Path, n_tokens: int) -> None:
     fast.save_pretrained(folder)
 
 
-def save_with_manifest(family: str, folder: Path) -> Path:
-    """:func:`save_model`, and the manifest of that."""
-    save_model(family, folder)
-    write_manifest(folder)
-    return folder
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """The content of ``xhf_manifest.json`` that a save would write for these files."""
+def write_manifest(folder: Path) -> Path:
+    """Write the ``xhf_manifest.json`` that a save would write for these files."""
     files = {}
     for path in sorted(folder.rglob('*')):
         name = path.relative_to(folder).as_posix()
@@ -53,7 +46,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         files[name] = {'nbytes': len(data), 'crc32': f'{zlib.crc32(data):08x}'}
         if name.endswith('.safetensors'):
             files[name]['tensors'] = _tensors(data)
-    return {
+    manifest = {
         'format_version': 2,
         'step': {'unit': 'iter', 'number': 7},
         'iteration': 7,
@@ -66,11 +59,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         'dtype': 'as trained',
         'files': files,
     }
-
-
-def write_manifest(folder: Path) -> None:
-    """Write :func:`manifest_of` the folder into it."""
-    (folder / 'xhf_manifest.json').write_text(json.dumps(manifest_of(folder)))
+    (folder / 'xhf_manifest.json').write_text(json.dumps(manifest))
+    return folder
 
 
 def _tensors(data: bytes) -> dict[str, Any]:

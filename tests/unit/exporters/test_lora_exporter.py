@@ -24,9 +24,9 @@ from tests.helpers.models.adapted import (
     KINDS,
     adapt,
     adapted,
-    adapter_kinds,
     around,
     assert_rounded_once,
+    is_known_to_peft,
     merged_by_peft,
     refusal,
 )
@@ -51,7 +51,7 @@ def live(model: nn.Module) -> Any:
     return model.config.to_dict(), model.peft_config['default'].to_dict(), tensors
 
 
-@pytest.mark.parametrize('kind', adapter_kinds())
+@pytest.mark.parametrize('kind', filter(is_known_to_peft, KINDS))
 def test_adapter_and_merged_model_are_pefts(kind, tmp_path):
     family, lora = KINDS[kind]
     model = adapted(family, **lora)
@@ -73,7 +73,7 @@ def test_adapter_and_merged_model_are_pefts(kind, tmp_path):
     assert_loads_clean(committed.path, type(model.get_base_model()))
 
 
-@pytest.mark.parametrize('kind', adapter_kinds())
+@pytest.mark.parametrize('kind', filter(is_known_to_peft, KINDS))
 def test_merge_in_bf16_is_rounded_once(kind, tmp_path):
     family, lora = KINDS[kind]
     model = adapt(build(family, models=MODELS).to(BF16), **lora)  # the adapter in fp32, as peft leaves it
@@ -114,7 +114,7 @@ def test_adapter_of_another_name_in_another_dtype(tmp_path):
 
 
 @pytest.mark.modern_only
-@pytest.mark.skipif('expert_parameters' not in adapter_kinds(), reason='in transformers 4 experts are linear layers')
+@pytest.mark.skipif(not is_known_to_peft('expert_parameters'), reason='in transformers 4 experts are linear layers')
 def test_memory_of_merged_experts(tmp_path):
     """Those of one layer are merged together; transformers copies gates and ups out of one tensor."""
     model = adapted('mixtral', target_modules=[], target_parameters=EXPERTS)

@@ -82,6 +82,10 @@ def load_internvl(folder: Path) -> PreTrainedModel:
 
 def make_internvl(folder: Path, dtype: torch.dtype | None = None) -> None:
     """Make a folder with code, config and weights, but without a tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModel
+
     folder.mkdir(parents=True)
     for name, code in CODE.items():
         (folder / name).write_text(code)
@@ -92,18 +96,10 @@ def make_internvl(folder: Path, dtype: torch.dtype | None = None) -> None:
     llm = {**ODD_DECODER, 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
     config = {'vision_config': VISION_TOWER, 'llm_config': llm, 'auto_map': auto_map}
     (folder / 'config.json').write_text(json.dumps({**config, 'model_type': 'tiny_internvl'}))
-    _save_weights(folder, dtype)
-
-
-def _save_weights(folder: Path, dtype: torch.dtype | None) -> None:
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModel
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    made = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        model = AutoModel.from_config(config, trust_remote_code=True)
+        model = AutoModel.from_config(made, trust_remote_code=True)
         for parameter in model.parameters():
             parameter.data += NOISE_STD * torch.randn(parameter.shape)
     save_file(model.to(dtype).state_dict(), folder / 'model.safetensors', metadata={'format': 'pt'})

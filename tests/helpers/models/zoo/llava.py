@@ -21,13 +21,6 @@ PREPROCESSOR = {
     'image_processor_type': 'CLIPImageProcessor',
     'size': {'shortest_edge': VISION_TOWER['image_size']},
     'crop_size': {'height': VISION_TOWER['image_size'], 'width': VISION_TOWER['image_size']},
-    'do_resize': True,
-    'do_center_crop': True,
-    'do_rescale': True,
-    'do_normalize': True,
-    'do_convert_rgb': True,
-    'rescale_factor': 1 / 255,
-    'resample': 3,
     'image_mean': [0.5, 0.5, 0.5],
     'image_std': [0.5, 0.5, 0.5],
 }
@@ -36,9 +29,16 @@ N_PATCHES = (VISION_TOWER['image_size'] // VISION_TOWER['patch_size']) ** 2
 
 def save_bases(root: Path, n_words: int = VOCAB_SIZE) -> None:
     """Save ``root/llm``, a Llama with a tokenizer of ``n_words``, and ``root/clip``, a CLIP with its preprocessor."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
     build('llama').save_pretrained(root / 'llm')
     tokenizer(n_words).save_pretrained(root / 'llm')
-    _visual_encoder().save_pretrained(root / 'clip')
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        clip = CLIPVisionModel(CLIPVisionConfig(**VISION_TOWER))
+        for parameter in clip.parameters():
+            parameter.data += NOISE_STD * torch.randn(parameter.shape)
+    clip.save_pretrained(root / 'clip')
     (root / 'clip' / 'preprocessor_config.json').write_text(json.dumps(PREPROCESSOR))
 
 
@@ -107,14 +107,3 @@ def question() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     image = torch.randn(1, 3, VISION_TOWER['image_size'], VISION_TOWER['image_size'], generator=generator)
     return image, torch.tensor([[1, 5, 9]]), torch.tensor([[4, 7]])
-
-
-def _visual_encoder() -> nn.Module:
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        model = CLIPVisionModel(CLIPVisionConfig(**VISION_TOWER))
-        for parameter in model.parameters():
-            parameter.data += NOISE_STD * torch.randn(parameter.shape)
-    return model
