@@ -40,8 +40,9 @@ def write_weights(
         XhfError, OSError: Reading or writing failed.
     """
     plan = outputs.plan
-    total = sum(placement.nbytes for placement in plan.placements)
-    tally, done = Tally(plan), 0
+    placements = plan.placements
+    total = sum(placement.nbytes for placement in placements)
+    tally, done = Tally(placements), 0
     with ExitStack() as opened:
         files: dict[str, OutputFile] = {}
         for planned in plan.files:

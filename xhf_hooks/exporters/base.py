@@ -32,6 +32,8 @@ class Exporter(ABC):
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
+        n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field. Set
+            by :meth:`entries`.
         options: Names of additional options; the constructor takes them as keyword arguments.
     """
 
@@ -42,6 +44,7 @@ class Exporter(ABC):
     tokenizer_of_model: Any | None = None
     notes: tuple[str, ...] = ()
     combine_nbytes: int = 0
+    n_parameters: int | Mapping[str, Any] | None = None
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -84,11 +87,6 @@ class Exporter(ABC):
             ModelError: It would not load, or as another model.
         """
         return []
-
-    @property
-    def n_parameters(self) -> int | Mapping[str, Any] | None:
-        """``total_parameters`` for the index file, by folder if there are several; None omits the field."""
-        return None
 
     @property
     def base_dir(self) -> str:
@@ -181,6 +179,7 @@ class CompositeExporter(Exporter):
             for entry in part.entries(specs, dtype):
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
         self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
+        self.n_parameters = {folder: part.n_parameters for folder, part in self.parts.items()}
         left_out = [set(part.left_out) for part in self.parts.values()]
         self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
         return entries
@@ -190,10 +189,6 @@ class CompositeExporter(Exporter):
         for folder, part in self.parts.items():
             notes += part.rehearse([one for one in placements if one.file.rpartition('/')[0] == folder])
         return notes
-
-    @property
-    def n_parameters(self) -> Mapping[str, Any]:
-        return {folder: part.n_parameters for folder, part in self.parts.items()}
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = []

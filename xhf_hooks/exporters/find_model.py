@@ -71,13 +71,17 @@ def quantization_of(model: PreTrainedModel) -> str | None:
     return None if found is None else str(getattr(found, 'value', found))
 
 
-def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel] | None:
-    """The path and the PeftModel around the model that find_pretrained chooses; None if there is none."""
-    try:
-        chosen, _ = find_pretrained(model, module)
-    except ModelError:
-        return None
-    return next(((path, adapted) for path, adapted in adapters_in(model).items() if base_path(path) == chosen), None)
+def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel]:
+    """The path and the PeftModel around the model that find_pretrained chooses.
+
+    Raises:
+        ModelError: There is none.
+    """
+    chosen, _ = find_pretrained(model, module)
+    for path, adapted in adapters_in(model).items():
+        if base_path(path) == chosen:
+            return path, adapted
+    raise ModelError(f'{type(model).__name__} has no PeftModel around {chosen!r}')
 
 
 def adapters_in(model: nn.Module) -> dict[str, PeftModel]:

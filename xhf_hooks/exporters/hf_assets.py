@@ -53,7 +53,7 @@ def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) ->
     text = text_config(config)
     _restore_use_cache(config, base)
     if text is not config:
-        name = next((name for name, part in vars(config).items() if part is text), None)
+        name = next((name for name, part in vars(config).items() if part is text), '')
         _restore_use_cache(text, {'use_cache': True, **base.get(name, {})})
     return config
 
@@ -195,7 +195,7 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
         ModelError: There are more tokens than embeddings. Not for one like the base's own: some bases have more, such
             as Gemma 3's text models.
     """
-    if embedding_rows is None or not hasattr(tokenizer, '__len__'):
+    if tokenizer is None or embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return []
     n_tokens = len(tokenizer)
     if n_tokens > embedding_rows and n_tokens > exporter.n_base_tokens:

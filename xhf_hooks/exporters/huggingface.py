@@ -86,9 +86,10 @@ class HuggingFaceExporter(Exporter):
         self._vocab_size = self._is_tied = None
         self._reference = self._build_reference(self._config)
         embedding = input_embedding(self._reference)
-        rows = [own[n].shape[0] for n, tensor in module_tensors(self._reference) if tensor is embedding and n in own]
-        if rows and rows[0] != embedding.shape[0]:  # training resized it; mllama's has more rows than vocab_size
-            self._vocab_size = rows[0]
+        names = [name for name, tensor in module_tensors(self._reference) if tensor is embedding and name in own]
+        rows = own[names[0]].shape[0] if names else None
+        if embedding is not None and rows not in (None, embedding.shape[0]):  # mllama's has more than vocab_size
+            self._vocab_size = rows  # training resized it
             self._reference = self._build_reference(self._config)
         self._is_tied = self._misdescribed_tie(own)
         if self._is_tied is not None:
@@ -103,6 +104,7 @@ class HuggingFaceExporter(Exporter):
             entries = self._cast(entries, dtype)
         entries = with_computed(entries, self._computed)
         self.combine_nbytes = computing_nbytes(entries, self._computed)
+        self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -166,14 +168,6 @@ class HuggingFaceExporter(Exporter):
         if is_remote_code(self._model):
             return of_model
         return getattr(transformers, of_model.__name__, of_model)
-
-    @property
-    def n_parameters(self) -> int | None:
-        from transformers import PreTrainedModel
-
-        # Old versions of save_pretrained do not write it
-        is_written = 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
-        return self._reference.num_parameters() if is_written else None
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         return self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
@@ -277,6 +271,13 @@ class HuggingFaceExporter(Exporter):
             tied = [name for name in sorted(names) if _matches(declared, name)]
             redundant += tied if len(tied) < len(names) else tied[:-1]
         return redundant
+
+
+def _writes_n_parameters() -> bool:
+    """Whether ``save_pretrained`` of the installed transformers writes ``total_parameters``, as since 5."""
+    from transformers import PreTrainedModel
+
+    return 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
 
 
 def _require_not_quantized(model: PreTrainedModel) -> None:

@@ -63,7 +63,11 @@ class LoraExporter(CompositeExporter):
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
-        return find_adapter(model, module) is not None
+        try:
+            find_adapter(model, module)
+        except ModelError:
+            return False
+        return True
 
     def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
         return HuggingFaceExporter(model, path, {'': peft_model})

@@ -94,7 +94,7 @@ def merge_adapters(
     kept_below = {path: base_path(path) for path in adapters if path}  # by path of the wrapper
     for wrapped_path, module in model.named_modules(remove_duplicate=False):
         path = without_wrappers(wrapped_path)
-        adapter = next((name for at, name in trained.items() if not at or path.startswith(f'{at}.')), None)
+        adapter = next((name for at, name in trained.items() if not at or path.startswith(f'{at}.')), '')
         if isinstance(module, LoraLayer):
             kept_below[path] = f'{path}.base_layer'
             if adapter in module.r:  # else it has only a frozen one

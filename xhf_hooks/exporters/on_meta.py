@@ -41,7 +41,7 @@ def without_zero_init() -> Iterator[None]:
     integration = sys.modules.get('transformers.integrations.deepspeed')  # if it was not imported, ZeRO-3 is off
     reference = getattr(integration, '_hf_deepspeed_config_weak_ref', None)
     active = None if reference is None else reference()
-    if active is None:
+    if integration is None or active is None:
         yield
         return
     integration.unset_hf_deepspeed_config()

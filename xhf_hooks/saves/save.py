@@ -151,7 +151,7 @@ class Save:
                         progress.wrote(chunk.data.nbytes)
                         saver.writer.write(chunk)
                 del chunk  # the next one is made while this one waits for the disk
-            return Tally(saver.plan) if collective.is_failing else saver.writer.finish()
+            return Tally(saver.plan.placements) if collective.is_failing else saver.writer.finish()
 
     def _add_up(self, tally: Tally) -> None:
         """Make it what all ranks have written."""

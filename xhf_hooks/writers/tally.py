@@ -13,7 +13,7 @@ import numpy as np
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import shift
 from xhf_hooks.format.text import some
-from xhf_hooks.planning.types import Placement, SavePlan, WrittenTensor
+from xhf_hooks.planning.types import Placement, WrittenTensor
 
 #: Of the second row of the sums (bytes, spans, NaN and infinite values). Spans are sums of ``end**2 - start**2``: a
 #: part that was written twice and a missing part of the same size cancel out in the bytes, but not there.
@@ -24,12 +24,12 @@ class Tally:
     """What one rank has written, or what all ranks have. Used by: one thread.
 
     Attributes:
-        sums: A column for each of ``plan.placements``; those of all ranks are the sums of each rank's.
+        sums: A column for each placement; those of all ranks are the sums of each rank's.
         checksums: CRC-32 of each; those of all ranks are the XOR of each rank's.
     """
 
-    def __init__(self, plan: SavePlan) -> None:
-        self._placements = plan.placements
+    def __init__(self, placements: Sequence[Placement]) -> None:
+        self._placements = placements
         self._number_of = {(one.file, one.hf_name): number for number, one in enumerate(self._placements)}
         self.sums = np.zeros((3, len(self._placements)), np.int64)
         self.checksums = np.zeros(len(self._placements), np.int64)

@@ -41,7 +41,7 @@ class Writer:
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         self._opened = ExitStack()
-        self._tally: Tally | None = None
+        self._tally = Tally([])
         self._error: Exception | None = None
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()  # None ends the thread
         self._changed = threading.Condition()  # of what follows, and of the error
@@ -67,7 +67,7 @@ class Writer:
         self._folder = staging
         self._made = made
         self._fsync = fsync
-        self._tally = Tally(plan)
+        self._tally = Tally(plan.placements)
         self._error = None
 
     def write(self, chunk: Chunk) -> None:
@@ -117,7 +117,7 @@ class Writer:
             self._opened.close()
         self._files = {}
         # The thread keeps this writer, and an error's traceback would keep the model
-        self._error, self._tally = OSError('no save is open'), None
+        self._error, self._tally = OSError('no save is open'), Tally([])
 
     def close(self) -> None:
         """End the thread. Never raises."""
