@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, SavePlan, TensorSpec
+from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, TensorSpec
 from xhf_hooks.writers.writer import Writer
 
 

@@ -33,8 +33,9 @@ from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
 from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from xhf_hooks.planning.types import Group, Placement, SavePlan
+from xhf_hooks.planning.plan import SavePlan
+from xhf_hooks.planning.types import Group, Placement
 from xhf_hooks.sources.read import made_from
 from xhf_hooks.sources.stored_tensors import StoredTensor
 

@@ -16,7 +16,8 @@ from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.planning.types import SavePlan, Step, WrittenSave, WrittenTensor
+from xhf_hooks.planning.plan import SavePlan, WrittenSave
+from xhf_hooks.planning.types import Step, WrittenTensor
 from xhf_hooks.system.versions import package_versions
 
 FORMAT_VERSION = 2

@@ -38,7 +38,8 @@ from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name
 from xhf_hooks.places.kept_save import KeptSave, keep_save
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.other_folders import OtherFolders
-from xhf_hooks.planning.types import Step, WrittenSave
+from xhf_hooks.planning.plan import WrittenSave
+from xhf_hooks.planning.types import Step
 
 #: Kinds of temporary folders that hold saves.
 TEMPORARY = ('previous', 'staging', 'kept', 'discarded')

@@ -18,18 +18,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
+from xhf_hooks.planning.plan import PlannedFile, SavePlan
 from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
 from xhf_hooks.planning.spread import Spread
-from xhf_hooks.planning.types import (
-    Bucket,
-    ExportEntry,
-    FileSet,
-    Group,
-    OutputFile,
-    Placement,
-    SavePlan,
-    TensorSpec,
-)
+from xhf_hooks.planning.types import Bucket, ExportEntry, FileSet, Group, Placement, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
@@ -68,7 +60,7 @@ def make_plan(
         PlanError: Two entries have the same name, or an entry reads a tensor that the source lacks.
     """
     spec_of = {spec.name: spec for spec in specs}
-    files: list[OutputFile] = []
+    files: list[PlannedFile] = []
     groups: list[Group] = []
     indexes: dict[str, dict[str, Any]] = {}
     for file_set, entry_of in _by_file_set(entries, spec_of).items():
@@ -137,7 +129,7 @@ def _is_worth_sending(spread: Spread, nbytes: int) -> bool:
 
 def _lay_out(
     file_set: FileSet, entry_of: dict[str, ExportEntry], max_shard_nbytes: int, n_parameters: int | None
-) -> tuple[list[OutputFile], list[Placement], dict[str, Any] | None]:
+) -> tuple[list[PlannedFile], list[Placement], dict[str, Any] | None]:
     if not file_set.may_split:
         max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
     split = split_state_dict_into_shards_factory(
@@ -155,7 +147,7 @@ def _lay_out(
             entry = entry_of[e.name]
             first = 0 if entry.combine is None else entry.source_offset
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
-        files.append(OutputFile(file, header, laid_out[-1].end))
+        files.append(PlannedFile(file, header, laid_out[-1].end))
     index = None
     if split.is_sharded:
         total = {} if n_parameters is None else {'total_parameters': n_parameters}
@@ -193,7 +185,7 @@ def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
 
 
 def _choose_owners(
-    groups: list[Group], files: list[OutputFile], n_writers: int, *, share_files: bool
+    groups: list[Group], files: list[PlannedFile], n_writers: int, *, share_files: bool
 ) -> dict[Placement, int]:
     """The rank that writes each output tensor. All tensors of a file have the same owner.
 

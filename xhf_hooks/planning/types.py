@@ -1,4 +1,4 @@
-"""The frozen records of a save, in the order in which they are made.
+"""The frozen records of a save, in the order in which they are made; those of all of it are in :mod:`.plan`.
 
 They hold names, numbers and text, never tensors. Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
 see :mod:`xhf_hooks.format.safetensors`.
@@ -7,16 +7,13 @@ see :mod:`xhf_hooks.format.safetensors`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.spread import Spread
-
-if TYPE_CHECKING:
-    from xhf_hooks.planning.rounds import Round
 
 #: Makes the outputs of a :class:`Group` (HF name -> tensor) from its gathered tensors (source name -> tensor).
 Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -178,61 +175,6 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class OutputFile:
-    """A safetensors file: its path relative to the checkpoint, its header and its size."""
-
-    name: str
-    header: bytes = field(repr=False)
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """Everything about a save that is known before a tensor is read.
-
-    Attributes:
-        sliced: Groups of which every rank writes its own slice.
-        rounds: Portions that ranks send to their owners.
-        buckets: Groups that must be gathered.
-        indexes: Content of each index file (``model.safetensors.index.json``); a single file has none.
-        digest: Hash of all the above. A save starts only if it is equal on all ranks.
-    """
-
-    files: tuple[OutputFile, ...]
-    sliced: tuple[Group, ...]
-    rounds: tuple[Round, ...]
-    buckets: tuple[Bucket, ...]
-    indexes: dict[str, dict[str, Any]]
-    digest: str
-
-    @property
-    def reads(self) -> tuple[TensorSpec, ...]:
-        """The source tensors that a save reads, each once, in the order of the plan."""
-        in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
-        sent = (portion.read for at_once in self.rounds for portion in at_once.portions)
-        return tuple({spec.name: spec for spec in (*sent, *in_groups)}.values())
-
-    @property
-    def gathered(self) -> list[Group]:
-        """All groups that are gathered."""
-        return [group for bucket in self.buckets for group in bucket.groups]
-
-    @property
-    def placements(self) -> list[Placement]:
-        sent = (portion.placement for at_once in self.rounds for portion in at_once.portions if portion.number == 0)
-        in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
-        return [*sent, *in_groups]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def largest_bucket_nbytes(self) -> int:
-        return max((bucket.read_nbytes for bucket in self.buckets), default=0)
-
-
-@dataclass(frozen=True)
 class Chunk:
     """Bytes of one placement, in host memory on the rank that writes them.
 
@@ -265,21 +207,6 @@ class Step:
     @property
     def label(self) -> str:
         return f'{self.unit}_{self.number}'
-
-
-@dataclass(frozen=True)
-class WrittenSave:
-    """A save whose bytes are written but not committed.
-
-    Attributes:
-        tensors: What all ranks have written; on other ranks than rank 0, empty.
-        facts: Fields of the manifest.
-    """
-
-    plan: SavePlan
-    tensors: Sequence[WrittenTensor]
-    step: Step
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

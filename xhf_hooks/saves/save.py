@@ -26,7 +26,8 @@ import numpy as np
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step, WrittenSave
+from xhf_hooks.planning.plan import WrittenSave
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.saves.telemetry import Progress, SaveClock
 from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.replicated import require_equal

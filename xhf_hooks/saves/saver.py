@@ -15,8 +15,9 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, SavePlan, Step, TensorSpec
+from xhf_hooks.planning.types import CommittedCheckpoint, ExportEntry, Step, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.save import Save
 from xhf_hooks.saves.telemetry import RunLog, SaveClock, warn_of_left_out

@@ -15,8 +15,9 @@ import torch
 from xhf_hooks.collective import Collective, rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.rounds import Portion, portions_of
-from xhf_hooks.planning.types import Chunk, Group, Placement, SavePlan, TensorSpec
+from xhf_hooks.planning.types import Chunk, Group, Placement, TensorSpec
 from xhf_hooks.sources.base import LocalShard, Source
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 

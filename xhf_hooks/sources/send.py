@@ -21,7 +21,8 @@ import torch
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
-from xhf_hooks.planning.types import Chunk, Placement, SavePlan
+from xhf_hooks.planning.plan import SavePlan
+from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
 from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent

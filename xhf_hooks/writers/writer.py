@@ -9,7 +9,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from xhf_hooks.format.checksum import count_non_finite, crc32
-from xhf_hooks.planning.types import Chunk, SavePlan
+from xhf_hooks.planning.plan import SavePlan
+from xhf_hooks.planning.types import Chunk
 from xhf_hooks.system.threads import lower_priority
 from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 from xhf_hooks.writers.tally import Tally

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import deepspeed
     from torch import nn
 
-    from xhf_hooks.planning.types import CommittedCheckpoint, SavePlan
+    from xhf_hooks.planning.plan import SavePlan
+    from xhf_hooks.planning.types import CommittedCheckpoint
 
 STEP_NUMBER = 1
 

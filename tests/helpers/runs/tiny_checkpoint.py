@@ -10,8 +10,9 @@ from typing import Any
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.manifest import describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, SavePlan, Step, TensorSpec, WrittenSave, WrittenTensor
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenTensor
 from xhf_hooks.writers.writer import Writer
 
 N_TENSORS, N_ELEMENTS = 3, 5

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.runs.tiny_checkpoint import iteration, stage, tiny_plan
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import WrittenSave
+from xhf_hooks.planning.plan import WrittenSave
 
 Claim = Callable[..., CheckpointFolder]
 LOCK = {'.hf_model.lock'}

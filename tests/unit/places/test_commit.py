@@ -20,7 +20,7 @@ from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places import kept_save
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
-from xhf_hooks.planning.types import WrittenSave
+from xhf_hooks.planning.plan import WrittenSave
 
 
 def test_a_reader_never_finds_the_name_missing(folder, monkeypatch):

@@ -8,9 +8,10 @@ import pytest
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.options import parse_size
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.spread import in_rank_order
-from xhf_hooks.planning.types import ExportEntry, FileSet, SavePlan, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
 HUGE = 10**12

@@ -23,9 +23,10 @@ from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.spread import Axis, Spread, in_rank_order
-from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenSave
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 

@@ -12,8 +12,9 @@ from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import ExportEntry, SavePlan, TensorSpec, WrittenTensor
+from xhf_hooks.planning.types import ExportEntry, TensorSpec, WrittenTensor
 from xhf_hooks.writers.tally import Tally
 
 LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)

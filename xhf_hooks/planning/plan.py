@@ -1,0 +1,80 @@
+"""The plan of a save, and the save that was written by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xhf_hooks.planning.rounds import Round
+from xhf_hooks.planning.types import Bucket, Group, Placement, Step, TensorSpec, WrittenTensor
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A safetensors file: its path relative to the checkpoint, its header and its size."""
+
+    name: str
+    header: bytes = field(repr=False)
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything about a save that is known before a tensor is read.
+
+    Attributes:
+        sliced: Groups of which every rank writes its own slice.
+        rounds: Portions that ranks send to their owners.
+        buckets: Groups that must be gathered.
+        indexes: Content of each index file (``model.safetensors.index.json``); a single file has none.
+        digest: Hash of all the above. A save starts only if it is equal on all ranks.
+    """
+
+    files: tuple[PlannedFile, ...]
+    sliced: tuple[Group, ...]
+    rounds: tuple[Round, ...]
+    buckets: tuple[Bucket, ...]
+    indexes: dict[str, dict[str, Any]]
+    digest: str
+
+    @property
+    def reads(self) -> tuple[TensorSpec, ...]:
+        """The source tensors that a save reads, each once, in the order of the plan."""
+        in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
+        sent = (portion.read for at_once in self.rounds for portion in at_once.portions)
+        return tuple({spec.name: spec for spec in (*sent, *in_groups)}.values())
+
+    @property
+    def gathered(self) -> list[Group]:
+        """All groups that are gathered."""
+        return [group for bucket in self.buckets for group in bucket.groups]
+
+    @property
+    def placements(self) -> list[Placement]:
+        sent = (portion.placement for at_once in self.rounds for portion in at_once.portions if portion.number == 0)
+        in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
+        return [*sent, *in_groups]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def largest_bucket_nbytes(self) -> int:
+        return max((bucket.read_nbytes for bucket in self.buckets), default=0)
+
+
+@dataclass(frozen=True)
+class WrittenSave:
+    """A save whose bytes are written but not committed.
+
+    Attributes:
+        tensors: What all ranks have written; on other ranks than rank 0, empty.
+        facts: Fields of the manifest.
+    """
+
+    plan: SavePlan
+    tensors: Sequence[WrittenTensor]
+    step: Step
+    facts: Mapping[str, Any] = field(default_factory=dict)
