@@ -27,7 +27,7 @@ from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 

@@ -119,7 +119,7 @@ def call_again(root: Path) -> list[Any]:
     import torch.distributed as dist
 
     from xhf_hooks import save_hf
-    from xhf_hooks.saves.saver import Saver
+    from xhf_hooks.saves.save import Saver
     from xhf_hooks.writers.writer import Writer
 
     def interrupt_all(*args: Any, **options: Any) -> None:

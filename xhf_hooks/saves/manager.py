@@ -50,7 +50,7 @@ from xhf_hooks.places.claim import choose_strategy
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
-from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import refuse_outdated

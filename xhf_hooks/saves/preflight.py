@@ -12,7 +12,7 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import claim_targets
-from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import table
 
 #: Gets the run's tokenizer; returns the one to save, EOS token ids to add, and log messages.

@@ -27,7 +27,7 @@ from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.listeners import Listener
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.store import StoredSaves
-from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.save import Saver
 from xhf_hooks.writers.output_file import OutputFile
 
 ENDS_AT = 3

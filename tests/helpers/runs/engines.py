@@ -65,7 +65,7 @@ def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
     from xhf_hooks.options import SaveOptions
     from xhf_hooks.planning.write_strategy import WriteStrategy
-    from xhf_hooks.saves.saver import Saver
+    from xhf_hooks.saves.save import Saver
     from xhf_hooks.saves.telemetry import RunLog
     from xhf_hooks.saves.unwrap import unwrap
 

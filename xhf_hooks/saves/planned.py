@@ -1,0 +1,115 @@
+"""The plan of a live model's saves, and what it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xhf_hooks.collective import Collective
+from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.options import SaveOptions, parse_size
+from xhf_hooks.planning.plan import SavePlan
+from xhf_hooks.planning.planner import describe_plan, make_plan
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
+from xhf_hooks.saves.unwrap import Unwrapped
+from xhf_hooks.sources import Source
+from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
+from xhf_hooks.system.files import allow_open_files
+
+#: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
+_SLICES_NBYTES = 32 * 10**6
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a model's saves, and what it was made from.
+
+    Attributes:
+        specs: The model's tensors. A save whose tensors are others plans again.
+        expected_extra_nbytes: Estimated memory of a save on the busiest rank.
+    """
+
+    exporter: Exporter
+    specs: list[TensorSpec]
+    plan: SavePlan
+    expected_extra_nbytes: int
+
+
+def half_bucket_nbytes(options: SaveOptions) -> int:
+    """How much is gathered while as much is written."""
+    return max(1, parse_size(options.bucket_size) // 2)
+
+
+def plan_saves(
+    unwrapped: Unwrapped,
+    source: Source,
+    options: SaveOptions,
+    strategy: WriteStrategy,
+    collective: Collective,
+    log: RunLog,
+    *,
+    share_copies: bool,
+) -> Planned:
+    """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
+
+    Args:
+        share_copies: As in :func:`.make_plan`.
+
+    Raises:
+        AgreedError: The model cannot be exported; the message has the reason.
+        RanksDifferError: Ranks hold different models.
+    """
+    half_nbytes = half_bucket_nbytes(options)
+    with collective.stage('plan'):
+        exporter = exporter_for(
+            unwrapped.model,
+            options.module,
+            lora=options.lora,
+            llava_format=options.llava_format,
+            reward_token_id=unwrapped.reward_token_id,
+        )
+        specs = source.specs()
+        entries = exporter.entries(specs, options.dtype)
+        read = _with_masters(specs, entries, options.dtype)
+    with collective.stage('plan'):  # ranks may exchange what they have
+        spread = source.spread(read, collective)
+    with collective.stage('plan'):
+        if any(spec.from_master for spec in read):
+            refuse_unreadable_fp32_masters(unwrapped.engine)
+        source.require_readable({name for entry in entries for name in entry.reads})
+        round_nbytes = max(1, half_nbytes // 2)  # an owner receives one while two wait for its disk
+        plan = make_plan(
+            entries,
+            read,
+            max_shard_nbytes=parse_size(options.max_shard_size),
+            bucket_nbytes=half_nbytes,
+            n_parameters=exporter.n_parameters,
+            strategy=strategy,
+            world_size=collective.world_size,
+            spread=spread,
+            share_copies=share_copies,
+            round_nbytes=round_nbytes,
+        )
+        allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
+    collective.require_same('the save plan', plan.digest, lambda: describe_plan(plan))
+    with collective.stage('rehearsal'):  # before the first step, and in the thread that trains
+        notes = exporter.rehearse(plan.placements) if collective.rank == 0 else []
+        for note in notes:
+            log.info(note)
+        warn_of_left_out(log, exporter, unwrapped.root)
+        gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
+        received_nbytes = half_nbytes + 3 * round_nbytes if plan.rounds else 0
+        extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.sliced else 0)
+        planned = Planned(exporter, specs, plan, extra_nbytes)
+    return planned
+
+
+def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:
+    """The specs with masters in place of 16-bit weights for outputs that the option ``dtype`` makes fp32."""
+    if dtype is None:
+        return specs
+    wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}
+    return [spec.of_master() if spec.has_master and spec.name in wide else spec for spec in specs]
