@@ -12,7 +12,7 @@ from typing import Any
 
 from xhf_hooks.background.each_save import EachSave, KeptJob
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import SharedError, XhfError
+from xhf_hooks.errors import XhfError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import Manifest, parse_manifest
@@ -96,22 +96,23 @@ class Uploads(EachSave[UploadJob]):
         Raises:
             SharedError: A rank failed, or did not take part.
         """
-        kept, offer = None, None
-        try:
-            with collective.stage('upload'):
-                kept = self.keep(target, step) if self._rank == 0 else None
-                offer = None if kept is None else (kept.path.name, self._destinations[target.name].run)
-        except SharedError:
-            if kept is not None:
-                kept.release()
-            raise
-        offer = collective.broadcast(offer)
+        with contextlib.ExitStack() as undo:
+
+            def offer() -> tuple[str, str] | None:
+                kept = self.keep(target, step)
+                if kept is None:
+                    return None
+                undo.callback(kept.release)
+                return kept.path.name, self._destinations[target.name].run
+
+            offered = collective.from_rank0('upload', offer)
+            release = undo.pop_all().close  # on other ranks than rank 0, there is nothing to release
         self._number += 1
-        if offer is not None and self._rank < self._n_ranks:
-            folder = target.path.with_name(offer[0])  # other hosts may mount it elsewhere
+        if offered is not None and self._rank < self._n_ranks:
+            name, run = offered
+            folder = target.path.with_name(name)  # other hosts may mount it elsewhere
             # Other ranks do what the pointer says
-            release = (lambda: None) if kept is None else kept.release
-            self.add(UploadJob(target.name, step, release, self._number, folder, offer[1]), replaces=self._rank == 0)
+            self.add(UploadJob(target.name, step, release, self._number, folder, run), replaces=self._rank == 0)
 
     def handle(self, job: UploadJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
