@@ -153,13 +153,24 @@ def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
     name = recipe.get('pretrained_model_name_or_path')
     try:
         return build_from_config(recipe)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         if not isinstance(name, str) or base_folder(name) is not None:
             raise
         raise BaseModelError(
             f'tokenizer of the config ({name!r}): no such folder and not in the cache; set it to the base '
-            f"model's folder"
+            f"model's folder{_said_by_the_hub(error)}"
         ) from None
+
+
+def _said_by_the_hub(error: BaseException | None) -> str:
+    """Why the Hub did not give it: it is gated, or cannot be reached. '' for what cannot be a name on the Hub."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    while error is not None:
+        if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):
+            return f' ({type(error).__name__}: {" ".join(str(error).split())[:200]})'
+        error = error.__cause__ or error.__context__
+    return ''
 
 
 class CompositeExporter(Exporter):

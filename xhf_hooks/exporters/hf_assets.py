@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
 from xhf_hooks.exporters.transformers_4.installed import dtype_field
 from xhf_hooks.exporters.transformers_4.rope import add_older_rope
@@ -22,8 +23,6 @@ from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-
-    from xhf_hooks.exporters.base import Exporter
 
 #: Embeddings are padded to a multiple of this, or of a multiple of it.
 _ROWS_MULTIPLE = 8

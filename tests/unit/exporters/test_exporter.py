@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -154,11 +157,27 @@ def test_an_adapter_is_asked_for_where_there_is_none():
         exporter_for(build('llama'), None, lora='merge')
 
 
-@pytest.mark.parametrize('name', ['path/of/the/base', 'nobody/nothing'])
-def test_a_recipe_of_a_tokenizer_that_is_nowhere_is_one_line(name):
-    recipe = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=name)
+def refused_by_the_hub(pretrained_model_name_or_path: str) -> None:
+    """As ``from_pretrained`` raises it."""
+    response = SimpleNamespace(headers={}, request=None, status_code=403)
+    raise OSError('You are trying to access a gated repo.') from GatedRepoError(
+        'Access is\nrestricted', response=response
+    )
+
+
+@pytest.mark.parametrize(
+    ('name', 'kind', 'reason'),
+    [
+        ('path/of/the/base', 'transformers.AutoTokenizer.from_pretrained', ''),
+        ('nobody/nothing', 'transformers.AutoTokenizer.from_pretrained', ' (LocalEntryNotFoundError: '),
+        ('nobody/gated', refused_by_the_hub, ' (GatedRepoError: Access is restricted'),
+    ],
+)
+def test_a_recipe_of_a_tokenizer_that_is_nowhere_is_one_line(name, kind, reason):
     exporter = exporter_for(build('llama'), None)
     with pytest.raises(BaseModelError) as told:
-        find_tokenizer(None, recipe, exporter)
+        find_tokenizer(None, dict(type=kind, pretrained_model_name_or_path=name), exporter)
     said = f"tokenizer of the config ('{name}'): no such folder and not in the cache; set it to the base model's folder"
-    assert str(told.value) == said and told.value.__cause__ is None and told.value.__suppress_context__
+    found = str(told.value)
+    assert found.startswith(said + reason) and (reason or found == said) and '\n' not in found
+    assert told.value.__cause__ is None and told.value.__suppress_context__
