@@ -180,7 +180,7 @@ class Collective:
         if self.world_size == 1:
             return value
         with self._in_touch('exchange'):
-            content = _pickled(value if self.rank == 0 else None)
+            content = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == 0 else None)), dtype=torch.uint8)
             length = torch.tensor([content.numel()], device=_HOST)
             dist.broadcast(length, 0, group=self._group)
             if self.rank != 0:
@@ -350,10 +350,6 @@ class Collective:
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.
 _REUSED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
-
-
-def _pickled(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters.base_files import base_dir_of, base_folder, is_remote_code, load_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.format.text import error_text
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import build_from_config
@@ -168,7 +169,7 @@ def _said_by_the_hub(error: BaseException | None) -> str:
 
     while error is not None:
         if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):
-            return f' ({type(error).__name__}: {" ".join(str(error).split())[:200]})'
+            return f' ({error_text(error)})'
         error = error.__cause__ or error.__context__
     return ''
 

@@ -20,7 +20,7 @@ from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.on_meta import without_zero_init
 from xhf_hooks.exporters.transformers_4.installed import loaded_without_device_map
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import error_text, some
 from xhf_hooks.planning.types import ExportEntry, Placement
 from xhf_hooks.system.library_settings import quiet
 
@@ -58,8 +58,8 @@ def load_empty(
         try:
             read = type(config).from_pretrained(folder)
         except Exception as error:
-            told = ' '.join(f'{type(error).__name__}: {error}'.split())
-            raise ModelError(f'{type(config).__name__} would not load its own config.json: {told[:500]}') from error
+            told = error_text(error, 500)
+            raise ModelError(f'{type(config).__name__} would not load its own config.json: {told}') from error
         load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=_empty(placements))
         try:
             model, problems = load(device_map={'': 'meta'})
@@ -154,8 +154,7 @@ def require_none(
 
 def not_rehearsed(kind: type, error: Exception) -> str:
     """A line for the log."""
-    told = ' '.join(f'{type(error).__name__}: {error}'.split())
-    return f'that saves will load could not be tried beforehand: {kind.__name__}: {told[:300]}'
+    return f'that saves will load could not be tried beforehand: {kind.__name__}: {error_text(error, 300)}'
 
 
 def needs_its_code(kind: type) -> list[str]:

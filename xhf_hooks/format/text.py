@@ -29,6 +29,11 @@ def some(names: Sequence[str], shown: int = 3) -> str:
     return ', '.join(names[:shown]) + (f' and {len(names) - shown} more' if len(names) > shown else '')
 
 
+def error_text(error: BaseException, most: int = 200) -> str:
+    """The kind of an error and what a library says in it, in one line."""
+    return ' '.join(f'{type(error).__name__}: {error}'.split())[:most]
+
+
 def engine_text(facts: Mapping[str, Any]) -> str:
     """The engine that wrote a save or a checkpoint, such as ``'deepspeed ZeRO-3, 8 ranks'``."""
     stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')

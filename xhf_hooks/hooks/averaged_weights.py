@@ -43,13 +43,13 @@ def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, em
         return unwrapped
     if len(averaging) > 1:
         raise OptionError('ema', f'one EMAHook in the run, {_OR_LIVE}', f'{len(averaging)} of them')
-    source = type(source_for(unwrapped.root))
-    if source in (Zero3Source, Fsdp1Source, Fsdp2Source):
+    engine = _ENGINES.get(type(source_for(unwrapped.root)))
+    if engine is not None:
         raise OptionError(
             'ema',
             f'unpartitioned parameters, as in DDP and at ZeRO-0 to 2, since EMAHook copies partitioned ones as empty '
             f'tensors; remove EMAHook, {_OR_LIVE}',
-            f'parameters partitioned by {_ENGINES[source]}',
+            f'parameters partitioned by {engine}',
         )
     averaged = averaging[0].ema_model
     log.info(f'saving the weights averaged by EMAHook ({type(averaged).__name__})')

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from xhf_hooks.exporters.rehearsal import load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor, base_weights
 
@@ -63,8 +64,8 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     try:
         model, _ = load_and_tell(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
     except Exception as error:  # the class may be custom code; transformers may lack accelerate
-        told = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
-        note = f'{folder}: {kind.__name__} did not tell its names in memory, so those in the files are taken ({told})'
+        told = f'{kind.__name__} did not tell its names in memory, so those in the files are taken'
+        note = f'{folder}: {told} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
     last_made = _LastMade()
     tensors = {

@@ -13,6 +13,7 @@ from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
+from xhf_hooks.format.text import error_text
 from xhf_hooks.meta_model.beside import folder_beside
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.transformers_model import refused_as
@@ -92,8 +93,8 @@ def _beside(checkpoint: Path, base_dir: str, trust_remote_code: bool) -> tuple[A
             try:
                 found = AutoProcessor.from_pretrained(folder, **options)
             except Exception as error:  # of a package that is missing here, for example
-                told = f'{type(error).__name__}: {" ".join(str(error).split())}'[:200]
-                notes = [f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any ({told})"]
+                told = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
+                notes = [f'{told} ({error_text(error)})']
         if found is None:
             found = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     tokenizer = getattr(found, 'tokenizer', found)

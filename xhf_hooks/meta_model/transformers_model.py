@@ -18,6 +18,7 @@ from xhf_hooks.exporters.base_files import base_file
 from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.exporters.transformers_4.installed import dtype_field
+from xhf_hooks.format.text import error_text
 from xhf_hooks.model import input_embedding, names_by_identity
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ def refused_as(kind: type[XhfError], what: str) -> Iterator[None]:
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
-        told = f'{type(error).__name__}: {" ".join(str(error).split())}'
-        remedy = '; if you trust that code, add --trust-remote-code' if 'trust_remote_code' in told else ''
-        raise kind(f'{what} ({told[:200]}){remedy}') from None
+        remedy = '; if you trust that code, add --trust-remote-code' if 'trust_remote_code' in str(error) else ''
+        raise kind(f'{what} ({error_text(error)}){remedy}') from None
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedConfig:

@@ -162,6 +162,9 @@ class StoredSaves:
 
     Attributes:
         run: Random id of this run.
+
+    Raises:
+        StoreError: Every method raises it if a request fails or, once the place is claimed, another run has taken it.
     """
 
     def __init__(
@@ -188,22 +191,14 @@ class StoredSaves:
         return Store(self.url, self._options, warn=self._warn)
 
     def claim(self) -> None:
-        """Before training, take over the place.
-
-        Raises:
-            StoreError: It cannot be used.
-        """
+        """Before training, take over the place."""
         read_pointer(self.store, self.name)  # refuses what is foreign
         read_claim(self.store, self.name)
         self.store.put(claim_key(self.name), _as_json(Claim(self.run, _now())))
         self._pointer = read_pointer(self.store, self.name) or Pointer()
 
     def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save, whoever made it; None if there is none.
-
-        Raises:
-            StoreError: The store cannot be read.
-        """
+        """The manifest of the newest save, whoever made it; None if there is none."""
         pointer = read_pointer(self.store, self.name)
         if pointer is None or pointer.newest is None:
             return None
@@ -214,9 +209,6 @@ class StoredSaves:
 
         Args:
             number: Which save of this run it is, for other ranks that read the pointer.
-
-        Raises:
-            StoreError: A request failed, or another run has taken the place.
         """
         pointer, name = self._current(), f'{self.name}_{label}'
         names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))
@@ -237,7 +229,6 @@ class StoredSaves:
 
         Raises:
             IncompleteError: A file is not there.
-            StoreError: A request failed, or another run has taken the place.
         """
         content = parse_manifest(manifest, prefix)
         try:
@@ -268,10 +259,7 @@ class StoredSaves:
     def clean(self) -> None:
         """Delete the files of older saves, and of those that were begun and not published.
 
-        Does nothing before this run has published a save.
-
-        Raises:
-            StoreError: A request failed, or another run has taken the place; the next save or run deletes them.
+        Does nothing before this run has published a save. What is left by an error, the next save or run deletes.
         """
         if not self._has_published:
             return
@@ -306,11 +294,7 @@ class StoredSaves:
         return []
 
     def _require_claim(self) -> None:
-        """Look whether another run has taken the place.
-
-        Raises:
-            StoreError: It has, or the request failed.
-        """
+        """Look whether another run has taken the place."""
         claim = read_claim(self.store, self.name)
         if claim is not None and claim.run != self.run:  # somebody may have deleted it
             raise ReplacedError(
@@ -319,11 +303,7 @@ class StoredSaves:
             )
 
     def _current(self) -> Pointer:
-        """The pointer, with what this run has recorded in it even if an earlier run has overwritten that.
-
-        Raises:
-            StoreError: A request failed, or another run has taken the place.
-        """
+        """The pointer, with what this run has recorded in it even if an earlier run has overwritten that."""
         self._require_claim()
         found, known = read_pointer(self.store, self.name), self._pointer
         if found is None or found.run == self.run:  # somebody may have deleted it
@@ -338,11 +318,7 @@ class StoredSaves:
         return pointer
 
     def _write(self, pointer: Pointer) -> None:
-        """Replace the pointer, then look whether another run has taken the place.
-
-        Raises:
-            StoreError: A request failed, or it has; it may have overwritten this, or built on it.
-        """
+        """Replace the pointer, then look whether another run has taken the place, and overwritten it or built on it."""
         pointer = replace(pointer, run=self.run, time=_now())
         self.store.put(pointer_key(self.name), _as_json(pointer))
         self._pointer = pointer

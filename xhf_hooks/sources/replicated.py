@@ -8,7 +8,8 @@ compare a digest of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
+from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
 
@@ -31,57 +33,44 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
         AgreedError: A rank cannot read what it holds.
     """
     with collective.stage('compare'):
-        copies = _Copies(source, specs, collective)
-    if not copies.names:
+        spreads = source.replicated(specs)
+        of_mesh = {spread.copied: spread for spread in spreads.values()}
+        ranks = range(collective.world_size)
+        firsts = {mesh: [spread.first_holder(rank) for rank in ranks] for mesh, spread in of_mesh.items()}
+        checksums = _checksums_of(list(spreads), source)
+        # A row for each way in which copies are spread, a column for each rank; zero but for this rank's
+        digests = np.zeros((len(firsts), collective.world_size), np.int64)
+        for row, mesh in zip(digests, firsts, strict=True):
+            is_of_mesh = [spread.copied == mesh for spread in spreads.values()]
+            row[collective.rank] = crc32(checksums[is_of_mesh].tobytes())
+    if not spreads:
         return
-    digests = collective.all_reduce(copies.digests, 'SUM', 'compare')
-    are_equal = True
+    digests, are_equal = collective.all_reduce(digests, 'SUM', 'compare'), True
     with collective.stage('compare'):
-        are_equal = copies.are_equal(digests)
+        are_equal = all((row == row[first]).all() for row, first in zip(digests, firsts.values(), strict=True))
     if are_equal:
         return
-    everyone, difference = collective.all_gather(copies.checksums), ''
+    everyone, difference = collective.all_gather(checksums), ''
     with collective.stage('compare'):
-        difference = copies.difference(everyone)
+        difference = _difference(everyone, spreads, firsts)
     raise RanksDifferError(difference)
 
 
-class _Copies:
-    """What several ranks hold of a model, and this rank's checksums of it. Makes no collective call.
-
-    Attributes:
-        names: Of the tensors of which several ranks hold the same elements.
-        checksums: One for each of them.
-        digests: A row for each way in which copies are spread, a column for each rank; zero but for this rank's.
-    """
-
-    def __init__(self, source: Source, specs: Sequence[TensorSpec], collective: Collective) -> None:
-        spreads = source.replicated(specs)
-        world_size = collective.world_size
-        self.names, self._spreads = [spec.name for spec in spreads], list(spreads.values())
-        of_mesh = {spread.copied: spread for spread in self._spreads}
-        self._firsts = {mesh: [spread.first_holder(r) for r in range(world_size)] for mesh, spread in of_mesh.items()}
-        self.checksums = _checksums_of(list(spreads), source)
-        self.digests = np.zeros((len(self._firsts), world_size), np.int64)
-        for row, mesh in zip(self.digests, self._firsts, strict=True):
-            row[collective.rank] = crc32(self.checksums[[spread.copied == mesh for spread in self._spreads]].tobytes())
-
-    def are_equal(self, digests: np.ndarray) -> bool:
-        """Whether all copies are, by the sum of all ranks' digests."""
-        return all((row == row[first]).all() for row, first in zip(digests, self._firsts.values(), strict=True))
-
-    def difference(self, everyone: Sequence[np.ndarray]) -> str:
-        """What differs, by the checksums of all ranks."""
-        columns = np.stack(everyone).T
-        is_odd = np.stack([o != o[self._firsts[s.copied]] for o, s in zip(columns, self._spreads, strict=True)])
-        differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
-        expected = sorted({self._spreads[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
-        return (
-            f'{self.names[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than '
-            f'on rank {", ".join(map(str, expected))} (in {len(differing)} of {len(self.names)} tensors). Wrap the '
-            f'model in DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each '
-            f'model a process group and a folder of its own'
-        )
+def _difference(
+    everyone: Sequence[np.ndarray], spreads: Mapping[TensorSpec, Spread], firsts: Mapping[Any, list[int]]
+) -> str:
+    """What differs, by the checksums of all ranks."""
+    columns = np.stack(everyone).T
+    is_odd = np.stack([o != o[firsts[s.copied]] for o, s in zip(columns, spreads.values(), strict=True)])
+    differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
+    names, each = [spec.name for spec in spreads], list(spreads.values())
+    expected = sorted({each[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
+    return (
+        f'{names[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than '
+        f'on rank {", ".join(map(str, expected))} (in {len(differing)} of {len(names)} tensors). Wrap the '
+        f'model in DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each '
+        f'model a process group and a folder of its own'
+    )
 
 
 def _checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:

@@ -15,6 +15,7 @@ import torch
 
 from xhf_hooks.errors import XhfError
 from xhf_hooks.format.strict_json import is_count
+from xhf_hooks.format.text import error_text
 from xhf_hooks.sources.mapped_files import view
 
 #: Names of typed storages in files of ``torch.save``.
@@ -163,8 +164,7 @@ def load_pickle(file: BinaryIO, persistent: Callable[[Any], Any]) -> Any:
     except (UnsafePickle, XhfError, OSError):
         raise
     except Exception as error:  # pickle raises whatever an instruction with wrong operands comes to
-        told = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise UnsafePickle(f'damaged ({told[:200]})') from error
+        raise UnsafePickle(f'damaged ({error_text(error)})') from error
 
 
 def as_int(value: Any) -> int | None:
