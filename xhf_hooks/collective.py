@@ -292,11 +292,7 @@ class Collective:
         return True
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks are here: one of them may have been evaluating for an hour.
-
-        Raises:
-            RankLostError: A rank did not come.
-        """
+        """Wait until all ranks are here: one of them may have been evaluating for an hour."""
         try:
             store = dist.PrefixStore('xhf_hooks', _get_default_store())
         except (AttributeError, ValueError):  # MPI's process group has none

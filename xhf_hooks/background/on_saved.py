@@ -51,11 +51,7 @@ _OF_A_RANK = re.compile(
 
 @dataclass(eq=False)
 class CommandJob(KeptJob):
-    """A command.
-
-    Attributes:
-        kept: What it reads.
-    """
+    """A command."""
 
     kept: KeptSave = field(repr=False)
 
@@ -125,11 +121,7 @@ class OnSaved(EachSave[CommandJob]):
 
 
 def _start(command: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
-    """Start the command, with its output in the log.
-
-    Raises:
-        OSError: It cannot be started.
-    """
+    """Start the command, with its output in the log."""
     # Each of these programs becomes the next one, and ``timeout`` waits for the command
     dies_with_us = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
     # Of lower priority than the thread that starts it

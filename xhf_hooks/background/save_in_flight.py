@@ -16,7 +16,6 @@ class SaveInFlight:
     """One save.
 
     Attributes:
-        make: Writes and commits it.
         tell: Called as soon as it has ended, with what was made or the error.
         outcome: Done once it was told.
     """

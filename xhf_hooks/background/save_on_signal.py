@@ -31,9 +31,6 @@ class SaveRequests:
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
-    Args:
-        signals: Names of the signals that request a save.
-
     Raises:
         AgreedError: Training is not in the main thread. The same on all ranks.
     """

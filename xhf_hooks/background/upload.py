@@ -82,11 +82,7 @@ class Uploads(EachSave[UploadJob]):
                 destination.store.require_writable()
 
     def newest(self, name: str) -> tuple[bytes | None, str]:
-        """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0.
-
-        Raises:
-            StoreError: The store cannot be read.
-        """
+        """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0."""
         destination = self._destinations[name]
         return destination.newest_manifest(), f'{destination.url}/{name}'
 

@@ -53,7 +53,6 @@ class ConvertOptions:
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
             any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
             saves.
-        workers: Threads that read, cast and write.
         verify: Before the commit, read everything back and compare checksums, which were taken in memory.
     """
 
@@ -206,7 +205,6 @@ class Conversion:
         """Write and commit. Libraries may print content of the tokenizer's files.
 
         Args:
-            out: The folder to write.
             on_progress: Called in this thread with bytes done and total bytes.
 
         Raises:

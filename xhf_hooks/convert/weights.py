@@ -33,7 +33,6 @@ def write_weights(
     """Write and flush every file of the plan; returns what was written.
 
     Args:
-        workers: Threads.
         on_progress: Called in this thread with bytes done and total bytes.
 
     Raises:

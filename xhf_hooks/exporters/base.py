@@ -68,7 +68,6 @@ class Exporter(ABC):
         """The tensors to write, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
 
         Args:
-            specs: The tensors of the source.
             dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as
                 in the base model's files; None keeps the training dtype.
 
@@ -80,9 +79,6 @@ class Exporter(ABC):
         """Load what will be written, without weights, and return notes on what could not be tried. Runs on: rank 0.
 
         Called after :meth:`entries`, before anything is written.
-
-        Args:
-            placements: The tensors of the plan.
 
         Raises:
             ModelError: It would not load, or as another model.

@@ -72,7 +72,6 @@ def merge_adapters(
     Args:
         model: The model without the PeftModel around it, if there is one.
         adapters: PeftModels by path in ``model``; '' for the one around it.
-        own: The tensors in ``model``, by name.
 
     Raises:
         ModelError: An adapter cannot be merged.

@@ -98,7 +98,6 @@ def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
 
     Args:
         data: Contiguous bytes of complete elements.
-        dtype: Safetensors dtype.
     """
     if dtype not in _FORMATS:
         return 0
@@ -117,11 +116,7 @@ def _count(words: np.ndarray, mask: int, least: int) -> int:
 
 
 def file_size_and_crc32(path: Path) -> tuple[int, int]:
-    """Bytes of a file, and their CRC-32.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Bytes of a file, and their CRC-32."""
     nbytes = found = 0
     with path.open('rb', buffering=0) as file:
         while data := file.read(_READ_NBYTES):

@@ -107,12 +107,7 @@ def check_file(path: Path, header: bytes, nbytes: int) -> None:
 
 @dataclass(frozen=True)
 class Header:
-    """A validated header.
-
-    Attributes:
-        entries: In file order.
-        data_start: Bytes before the first tensor.
-    """
+    """A validated header; its entries are in file order."""
 
     entries: tuple[HeaderEntry, ...]
     data_start: int

@@ -12,9 +12,6 @@ from xhf_hooks.errors import DamagedError
 def parse(data: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Args:
-        where: The file, for messages.
-
     Raises:
         DamagedError: It is not a JSON object.
     """

@@ -26,7 +26,6 @@ class BestSave:
     """A committed best save.
 
     Attributes:
-        where: Its folder or URL.
         metric: None if the manifest has no score.
         suffix: Of its name, if a save of this run would replace it; see :meth:`BestMetric.suffix`.
     """

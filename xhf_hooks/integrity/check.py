@@ -73,9 +73,6 @@ class FolderCheck:
     Attributes:
         files: Sizes by relative path; see :func:`list_files`.
         headers: Headers of the undamaged weight files, by relative path.
-        findings: What was found so far.
-        read_nbytes: Bytes that were read.
-        seconds: How long the steps took so far.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None) -> None:
@@ -223,11 +220,7 @@ class FolderCheck:
             self.add(PROBLEM, 'index', f'{prefix}model.safetensors beside shards; loaders read only one of them')
 
     def _check_index(self, prefix: str, name: str, files: set[str]) -> set[str]:
-        """Check one index; returns the files that it names.
-
-        Raises:
-            DamagedError: It is malformed.
-        """
+        """Check one index; returns the files that it names."""
         where, n_before = f'{prefix}{name}', len(self.problems())
         weight_map, metadata = read_index(self.path / where)
         named = set(weight_map.values())

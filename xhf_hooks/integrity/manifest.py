@@ -30,7 +30,6 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> b
 
     Args:
         number: Counts commits under one final name, over all runs.
-        run: Random id of this run.
     """
     plan, step = save.plan, save.step
     for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
@@ -101,9 +100,7 @@ class Manifest:
 
     Attributes:
         files: By relative path, with slashes. The manifest itself is not among them.
-        step: The saved step.
         number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
-        facts: All other fields.
     """
 
     files: dict[str, FileRecord]
@@ -143,9 +140,6 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Validate a manifest.
-
-    Args:
-        where: Its path, for messages.
 
     Raises:
         DamagedError: It is malformed, or of another format.

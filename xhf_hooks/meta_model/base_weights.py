@@ -37,7 +37,6 @@ class BaseWeights:
     Attributes:
         tensors: By name in the model. Those that the model lacks are left out.
         loaded: The model as ``from_pretrained`` makes it, on the meta device; None if it could not be loaded.
-        notes: For the user.
     """
 
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)

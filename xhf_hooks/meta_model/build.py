@@ -59,8 +59,6 @@ class MetaModel:
     Attributes:
         described_by: The config that it was built from, for messages.
         shapes: Of the checkpoint's tensors, by each of their names.
-        bases: The base models.
-        notes: Notes for the user.
     """
 
     described_by: str
@@ -71,11 +69,7 @@ class MetaModel:
     notes: list[str] = field(default_factory=list)
 
     def config_in(self, folder: str, why: str) -> PretrainedConfig:
-        """The config of the model in a folder, or of its name in the local hub cache.
-
-        Args:
-            why: Where the folder comes from, for messages.
-        """
+        """The config of the model in a folder, or of its name in the local hub cache."""
         return transformers_model.load_config(folder, trust_remote_code=self.trust_remote_code, why=why)
 
     def built(
@@ -124,7 +118,6 @@ def build_meta_model(
     """Build the model of a checkpoint.
 
     Args:
-        config: The run's config.
         checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
         shapes: Of the checkpoint's tensors, by each of their names.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.

@@ -53,7 +53,6 @@ def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: P
     """The config of the run that wrote ``checkpoint``; None if there is none.
 
     Args:
-        given: File given by the user.
         in_checkpoint: The text of the checkpoint's ``meta.cfg``.
         checkpoint: The tag folder or file; configs beside it are read.
 

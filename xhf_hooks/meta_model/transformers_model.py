@@ -179,7 +179,6 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     """Edit the config for the vocabulary and the labels of trained tensors; returns whether it was edited.
 
     Args:
-        model: Built from the config.
         shapes: Of the trained tensors by name. Names may have a prefix, and components of peft's wrappers.
     """
     trained = {f'.{_WRAPPERS.sub("", name)}': shape for name, shape in shapes.items()}

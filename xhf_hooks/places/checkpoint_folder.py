@@ -70,7 +70,6 @@ class CheckpointFolder:
     Attributes:
         staging: The folder that is being filled; None when there is none.
         lock: Held from :meth:`claim` to :meth:`release`.
-        others: The older and temporary folders.
     """
 
     def __init__(
@@ -184,11 +183,7 @@ class CheckpointFolder:
                     shutil.rmtree(staging, ignore_errors=True)
 
     def keep(self) -> KeptSave:
-        """Keep the save that was just committed for readers. No save may be committed meanwhile.
-
-        Raises:
-            TargetError: It cannot be kept.
-        """
+        """Keep the save that was just committed for readers. No save may be committed meanwhile."""
         return keep_save(self.path, self.others)
 
     def newest_manifest(self) -> bytes | None:

@@ -23,8 +23,6 @@ class KeptSave:
     Attributes:
         path: A folder. Weights in it are clones where the file system has them, else hard links, else copies; all else
             are copies.
-        manifest: That of the save.
-        others: The folders among which it is.
         links: The hard links, as they were.
     """
 

@@ -76,12 +76,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Claim:
-    """Which run saves here.
-
-    Attributes:
-        run: Random id of the run.
-        time: When it began, in UTC.
-    """
+    """Which run saves here, and since when (UTC)."""
 
     run: str
     time: str
@@ -154,14 +149,9 @@ class StoredSaves:
     """The saves of one name under one URL. Runs on: rank 0, one thread at a time.
 
     Args:
-        url: URL of the store.
         name: A name such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
-        options: Arguments for the store's library.
         warn: Called at once when a request fails, and with what was found that is not ours.
-
-    Attributes:
-        run: Random id of this run.
 
     Raises:
         StoreError: Every method raises it if a request fails or, once the place is claimed, another run has taken it.

@@ -71,7 +71,6 @@ class WrittenSave:
 
     Attributes:
         tensors: What all ranks have written; on other ranks than rank 0, empty.
-        facts: Fields of the manifest.
     """
 
     plan: SavePlan

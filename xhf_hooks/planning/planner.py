@@ -47,7 +47,6 @@ def make_plan(
 
     Args:
         entries: The output tensors, in the order in which ``save_pretrained`` would write them.
-        specs: The tensors of the source.
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the file sets hold different models.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.

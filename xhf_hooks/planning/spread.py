@@ -36,7 +36,6 @@ class Spread:
     holds many tensors (FSDP1, the fp32 masters of ZeRO-1 and 2).
 
     Attributes:
-        numel: Number of elements of the tensor.
         axes: The splits, the outermost first; none if there is one rank.
         skipped: Number of elements of the flat buffer before this tensor.
     """
@@ -100,8 +99,6 @@ def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: 
 
     Args:
         splits: Stride, size and part of each dimension (:class:`Axis`), the outermost split first.
-        world_size: Number of all ranks.
-        skipped: As in :class:`Spread`.
 
     Returns:
         None if such ranks form no mesh.

@@ -232,11 +232,7 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed save, with what the log reports about it.
-
-    Attributes:
-        path: Its folder.
-    """
+    """A committed save, with what the log reports about it."""
 
     path: Path
     step: Step

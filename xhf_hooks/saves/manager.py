@@ -64,7 +64,6 @@ class CheckpointManager:
     """Checks that saves will work, and makes them. Runs on: all ranks, every method.
 
     Args:
-        unwrapped: The trained model.
         path: The folder of the newest save.
         when: Describes the schedule, for the log; None means no schedule.
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
@@ -76,11 +75,8 @@ class CheckpointManager:
         collective: Closed with this, unless it is for reuse; None creates one.
 
     Attributes:
-        log: The log of the run.
-        newest: Where saves go.
         others: Other targets, by name suffix, each with one save.
         saved_at: Iterations done at the last save to ``newest``, unless it failed.
-        collective: The collective of this run's saves.
 
     Raises:
         XhfError: Saves will not work; the same on every rank.
@@ -191,10 +187,6 @@ class CheckpointManager:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Make one save, in ``newest`` unless another target is given.
-
-        Args:
-            after: Called after the commit.
-            facts: For the manifest of this save.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.

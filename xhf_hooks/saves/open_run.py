@@ -21,7 +21,6 @@ class OpenRun:
     Args:
         run: Identifies it, such as MMEngine's runner. Only another run can close this one.
         places: The folders and URLs of its saves: no two runs have one in common.
-        close: Closes it.
     """
 
     _open: ClassVar[weakref.WeakSet[OpenRun]] = weakref.WeakSet()

@@ -51,7 +51,6 @@ class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, every method.
 
     Args:
-        unwrapped: The trained model (unwrap.py).
         log: Gets what is trained and not saved, and the progress of long saves.
         strategy: Who writes what, as chosen for the option ``writer`` (places/claim.py).
         in_background: Whether :meth:`start` will be used.
@@ -61,7 +60,6 @@ class Saver:
     Attributes:
         source: Renewed at each save.
         planned: Renewed when the model's tensors change.
-        strategy: Who writes what.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
         background: Makes what :meth:`start` begins; None if it will not be used.
@@ -118,11 +116,7 @@ class Saver:
         }
 
     def rehearse(self, target: CheckpointFolder) -> list[str]:
-        """Write the HF assets where saves will go, and remove them. Runs on: rank 0.
-
-        Returns:
-            Warnings for the log.
-        """
+        """Write the HF assets where saves will go, and remove them; returns warnings for the log. Runs on: rank 0."""
         try:
             with naming(target.path):
                 return self.write_hf_assets(target.open_staging())
@@ -218,7 +212,6 @@ class Save:
 
     Args:
         saver: Has the plan, the source, the exporter and the writer.
-        facts: Fields of the manifest for this save only.
         clock: Runs since the save was due.
 
     Attributes:

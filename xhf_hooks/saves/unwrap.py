@@ -14,7 +14,6 @@ class Unwrapped:
     """A trained model without its wrappers.
 
     Attributes:
-        model: The bare module.
         root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
         facts: Fields of the manifest.
         engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.

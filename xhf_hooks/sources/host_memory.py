@@ -117,7 +117,6 @@ class BufferPool:
     cause a deadlock.
 
     Args:
-        nbytes: Size of each buffer.
         count: Number of buffers to allocate in advance.
     """
 

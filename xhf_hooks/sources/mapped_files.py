@@ -70,7 +70,6 @@ def view(
     """A tensor that views a storage. torch refuses sizes that go beyond it.
 
     Args:
-        start: Its first element.
         stride: Default: contiguous.
     """
     if not stride and shape:

@@ -79,7 +79,6 @@ class OutputFile:
     """An existing file, opened for writing. Used by: any number of threads and ranks, each for its own bytes.
 
     Args:
-        identity: The file that it must be.
         write_behind: Start writing to the disk at once instead of at :meth:`fsync`.
         direct: Bypass the page cache where possible. Only one thread may write then.
 

@@ -38,9 +38,7 @@ class Tally:
         """Count consecutive bytes of one tensor.
 
         Args:
-            start: Offset of the first byte in the tensor.
             crc32: Checksum of the bytes, taken from memory before they were written.
-            non_finite: Number of NaN and infinite values.
         """
         number, end = self._number_of[placement.file, placement.hf_name], start + nbytes
         self.sums[:, number] += (nbytes, _span(start, end), non_finite)

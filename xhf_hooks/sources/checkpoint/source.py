@@ -40,7 +40,6 @@ class CheckpointSource:
         ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
 
     Attributes:
-        found: The checkpoint.
         tensors: By first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
         unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
@@ -50,7 +49,6 @@ class CheckpointSource:
         epoch: Completed epochs; None if unknown.
         config_text: ``meta.cfg``, the Python config that MMEngine dumped; None if there is none.
         trained_dtype: The dtype that DeepSpeed cast the model to; None if it did not.
-        warnings: Notes for the user, one line each.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
