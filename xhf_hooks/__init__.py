@@ -8,6 +8,7 @@ Trainer, :func:`save_hf` for your own loop; ``xhf_hooks.integrations`` has front
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.registry import register_hook
@@ -40,16 +41,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _hook() -> type[HFCheckpointHook]:
-    try:
-        from xhf_hooks.hooks import HFCheckpointHook
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition('.')[0] != 'mmengine':
-            raise
+    if find_spec('mmengine') is None:
         raise ImportError(
             "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'mmengine>=0.10.4' (and "
             'deepspeed). HFCheckpointCallback and save_hf need no MMEngine',
             name='mmengine',
-        ) from None
+        )
+    from xhf_hooks.hooks import HFCheckpointHook
+
     return HFCheckpointHook
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from xhf_hooks.errors import OptionError
@@ -36,12 +37,10 @@ SOURCES, EXPORTERS = Registry(), Registry()
 
 def _mmengine_registries() -> Any | None:
     """MMEngine's module of registries; None where MMEngine is not installed, not where its import fails."""
-    try:
-        from mmengine import registry
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition('.')[0] != 'mmengine':
-            raise
+    if find_spec('mmengine') is None:
         return None
+    from mmengine import registry
+
     return registry
 
 
