@@ -27,7 +27,7 @@ from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
 from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.saver import Saver
+from xhf_hooks.saves.save import Saver
 
 if TYPE_CHECKING:  # importing it prints a warning
     import deepspeed
