@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from tests.helpers.checks.peak_sampler import PeakSampler
+from tests.helpers.checks.peak_sampler import sampled_memory
 from xhf_hooks.sources.host_memory import return_freed_memory
 
 #: struct tcp_info in linux/tcp.h: tcpi_bytes_sent and tcpi_bytes_retrans, since Linux 4.19.
@@ -37,7 +37,7 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
     return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
     clear(folder)
     sent_before = _sent_nbytes()
-    with PeakSampler(0.002) as sampler:
+    with sampled_memory() as meter:
         started = time.perf_counter()
         way(folder)
         dist.barrier()
@@ -48,7 +48,7 @@ def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[st
     if written < nbytes:
         raise RuntimeError(f'{folder}: expected at least {nbytes} bytes, found {written}')
     found: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(found, (sampler.meter.peak_extra_nbytes, sent))
+    dist.all_gather_object(found, (meter.peak_extra_nbytes, sent))
     peaks, all_sent = zip(*found, strict=True)
     return {
         'seconds': seconds,
