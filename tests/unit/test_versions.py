@@ -13,10 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[2] / 'requirements'
-STACKS = {
-    'modern': ['modern.txt', 'test.txt', 'docs.txt'],
-    'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt'],
-}
+STACKS = {'modern': ['modern.txt', 'test.txt', 'docs.txt'], 'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt']}
 THIS_STACK = 'xtuner' if find_spec('xtuner') else 'modern'
 #: pip comes with the environment.
 NOT_LOCKED = {'pip', 'xhf-hooks'}

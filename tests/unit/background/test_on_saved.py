@@ -159,7 +159,7 @@ def test_placeholders():
     values = dict(path='/a b/{step}', step=5, label='iter_5', output='/out')
     command = ['x', 'pretrained={path},step={step}', '{label}{label}', '{"json": 1}', '${HOME}', '{output}/{}']
     assert fill_in(command, values) == [
-        *('x', 'pretrained=/a b/{step},step=5', 'iter_5iter_5', '{"json": 1}', '${HOME}', '/out/{}'),
+        *('x', 'pretrained=/a b/{step},step=5', 'iter_5iter_5', '{"json": 1}', '${HOME}', '/out/{}')
     ]
 
 

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 
 import pytest
 
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
+from tests.unit.background.test_on_saved import until
 from xhf_hooks.background import upload
 from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -19,13 +19,6 @@ from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.saves.telemetry import RunLog
 
 NAMES = ('hf_model', 'hf_model_best')
-
-
-def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANG_SECS
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Ranks:

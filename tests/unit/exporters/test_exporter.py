@@ -138,11 +138,7 @@ TWO = around(actor=build('llama'), critic=build('bert'))
     ('model', 'module', 'said'),
     [
         (TWO, None, r"2 Hugging Face models: \['actor', 'critic'\].* option module"),
-        (
-            around(head=nn.Linear(2, 2)),
-            None,
-            r"is no PreTrainedModel .*holds none.*\['head'\].*extending.md",
-        ),
+        (around(head=nn.Linear(2, 2)), None, r"is no PreTrainedModel .*holds none.*\['head'\].*extending.md"),
         (TWO, 'nothing', r"option module.*'nothing'.*\['actor', 'critic'\]"),
         (TWO, 'actor.lm_head', 'Linear'),
     ],

@@ -20,6 +20,7 @@ from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Placement
 from xhf_hooks.sources import source_for
@@ -91,16 +92,14 @@ def test_an_adapter_is_loaded_by_peft():
 
 
 def test_before_the_first_step_it_is_an_error_of_all_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr('xhf_hooks.exporters.huggingface.convert_specs', _forgets_a_tensor)
+
+    def forgets_a_tensor(model: Any, specs: Any) -> Any:
+        return [entry for entry in convert_specs(model, specs) if entry.hf_name != NORM]
+
+    monkeypatch.setattr('xhf_hooks.exporters.huggingface.convert_specs', forgets_a_tensor)
     with pytest.raises(AgreedError, match=f"stage 'rehearsal' failed on rank 0: .*1 missing: {NORM}"):
         save_folder(build('llama'), tmp_path / 'hf_model')
     assert not (tmp_path / 'hf_model').exists()
-
-
-def _forgets_a_tensor(model: Any, specs: Any) -> Any:
-    from xhf_hooks.exporters.weight_conversion import convert_specs
-
-    return [entry for entry in convert_specs(model, specs) if entry.hf_name != NORM]
 
 
 def test_what_cannot_be_tried_is_one_line(monkeypatch):

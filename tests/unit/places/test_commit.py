@@ -60,9 +60,10 @@ def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
 
 @pytest.mark.parametrize('max_keep', [1, 2])
 def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, claim, said, max_keep):
-    """An evaluation's result, a converted model, a link, a folder: when their save goes, they stay."""
+    """An evaluation's result, a converted model, a link, an edited file: when their save goes, they stay."""
     folder = claim(max_keep)
-    commit_one(folder, 1)
+    commit_with(folder, 1, 'config.json', '{"a": 1}')
+    (folder.path / 'config.json').write_text('{"a": 2}')
     (folder.path / 'eval').mkdir()
     (folder.path / 'eval' / 'result.json').write_text('{"score": 1}')
     (folder.path / 'model.gguf').write_bytes(b'gguf')
@@ -71,10 +72,10 @@ def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, claim, sa
         commit_one(folder, number)
     apart = tmp_path / 'hf_model_others_iter_1'
     assert (apart / 'eval' / 'result.json').read_text() == '{"score": 1}'
-    assert (apart / 'model.gguf').read_bytes() == b'gguf'
+    assert (apart / 'model.gguf').read_bytes() == b'gguf' and (apart / 'config.json').read_text() == '{"a": 2}'
     assert (apart / 'data').is_symlink() and tmp_path.is_dir()
     (warning,) = said
-    assert 'data, eval/result.json, model.gguf in the save of iter_1' in warning and str(apart) in warning
+    assert 'config.json, data, eval/result.json and 1 more in the save of iter_1' in warning and str(apart) in warning
     shutil.rmtree(apart)
     assert visible(tmp_path)['hf_model'] == max_keep + 1
     assert hidden(tmp_path) == LOCK

@@ -103,14 +103,6 @@ def test_going_back_to_an_older_save(tmp_path, both_ways, claim, is_restored, ma
     assert visible(tmp_path) == expected
 
 
-def test_a_file_of_the_save_that_somebody_edited_is_set_apart(tmp_path, folder, said):
-    commit_with(folder, 1, 'config.json', '{"a": 1}')
-    (folder.path / 'config.json').write_text('{"a": 2}')
-    commit_one(folder, 2)
-    (left,) = (tmp_path / 'hf_model_others_iter_1').iterdir()
-    assert (left.name, left.read_text(), len(said)) == ('config.json', '{"a": 2}', 1)
-
-
 def test_a_folder_behind_a_link_in_a_save_is_not_emptied(tmp_path, folder):
     """The link has the name of a folder that the save had."""
     commit_with(folder, 1, 'adapter/thesis.tex', 'mine')

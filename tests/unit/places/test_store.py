@@ -68,32 +68,25 @@ def newest(url: str) -> str | None:
     return read_pointer(Store(url), 'hf_model').newest
 
 
-def keys(url: str) -> set[str]:
-    store = Store(url)
+def keys(store: Store) -> set[str]:
     return {path[len(store._root) + 1 :] for path in store._fs.find(store._root)}
 
 
-def prefixes(url: str) -> set[str]:
-    return {key.partition('/')[0] for key in keys(url) if '/' in key}
+def prefixes(store: Store) -> set[str]:
+    return {key.partition('/')[0] for key in keys(store) if '/' in key}
 
 
-def test_the_newest_ones_are_kept(saves, local, url):
-    for number in (1, 2, 3):
-        save(saves, local, number)
-        assert newest(url) == f'hf_model_iter_{number}' and {*Store(url).sizes(newest(url))} == FILES
-    assert prefixes(url) == {'hf_model_iter_2', 'hf_model_iter_3'}
-
-
-def test_what_others_put_there_stays_and_is_told(saves, local, url):
-    """In a save that is deleted, and beside."""
-    save(saves, local, 1)
+def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
+    """In a save that is deleted, which is told, and beside."""
     store = Store(url)
-    for key in ('hf_model_iter_1/eval_results.json', 'notes.txt'):
-        store.put(key, b'of somebody else')
-    save(saves, local, 2)
-    save(saves, local, 3)
-    assert keys(url) >= {'hf_model_iter_1/eval_results.json', 'notes.txt'}
-    assert store.sizes('hf_model_iter_1') == {'eval_results.json': 16}
+    for number in (1, 2, 3, 4):
+        save(saves, local, number)
+        assert newest(url) == f'hf_model_iter_{number}' and {*store.sizes(newest(url))} == FILES
+        if number == 2:
+            store.put('hf_model_iter_2/eval_results.json', b'of somebody else')
+            store.put('notes.txt', b'of somebody else')
+    assert prefixes(store) == {f'hf_model_iter_{number}' for number in (2, 3, 4)} and 'notes.txt' in keys(store)
+    assert store.sizes('hf_model_iter_2') == {'eval_results.json': 16}
     assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
 
 
@@ -119,14 +112,14 @@ def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
         saves.publish(*written)
     assert newest(url) == 'hf_model_iter_1'
     save(saves, local, 3)
-    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3'}
+    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
 def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
-    assert keys(url) == {'hf_model.run'}
+    assert keys(Store(url)) == {'hf_model.run'}
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -148,7 +141,7 @@ def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arriv
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*Store(url).sizes(newest(url))} == FILES
     save(saves, local, 3)
-    assert prefixes(url) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
+    assert prefixes(Store(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
 
 def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local, url, monkeypatch):
@@ -166,10 +159,10 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
     later = StoredSaves(url, 'hf_model', 2)
     later.claim()
     later.release()
-    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
+    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
     later.claim()
     save(later, local, 3)
-    assert prefixes(url) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
+    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
     assert not any('others' in key for key in asked) and '' not in asked
     later.release()
 
@@ -181,20 +174,17 @@ def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
     assert newest(url) == 'hf_model_iter_2'
 
 
-@pytest.mark.parametrize('content', [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}])
-def test_a_foreign_pointer_is_refused_and_stays(saves, local, url, content):
+POINTERS = [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}]
+CLAIMS = [b'echo a script', b'{}', b'5']
+
+
+@pytest.mark.parametrize(
+    ('key', 'content'), [*(('hf_model.json', c) for c in POINTERS), *(('hf_model.run', c) for c in CLAIMS)]
+)
+def test_a_foreign_pointer_or_claim_is_refused_and_stays(saves, local, url, key, content):
     save(saves, local, 1)
     if isinstance(content, dict):
-        content = json.dumps({**json.loads(Store(url).get('hf_model.json')), **content}).encode()
-    assert_refused(url, 'hf_model.json', content)
-
-
-@pytest.mark.parametrize('content', [b'echo a script', b'{}', b'5'])
-def test_a_foreign_claim_is_refused_and_stays(url, content):
-    assert_refused(url, 'hf_model.run', content)
-
-
-def assert_refused(url: str, key: str, content: bytes) -> None:
+        content = json.dumps({**json.loads(Store(url).get(key)), **content}).encode()
     Store(url).put(key, content)
     with pytest.raises(StoreError, match=f'{key}: not written by this package'):
         StoredSaves(url, 'hf_model', 1).claim()

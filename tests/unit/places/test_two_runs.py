@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import commit_one
+from tests.unit.places.test_store import prefixes
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.manifest import parse_manifest
@@ -130,16 +131,8 @@ class Place:
         else:
             self.runs[FIRST].release()
 
-    def prefixes(self) -> set[str]:
-        keys = [path.removeprefix(f'{self.store._root}/') for path in self.store._fs.find(self.store._root)]
-        return {key.partition('/')[0] for key in keys if '/' in key}
-
     def newest(self) -> str:
-        """What the pointer names.
-
-        Raises:
-            AssertionError: It is not complete.
-        """
+        """What the pointer names, which must be complete."""
         pointer = read_pointer(self.store, 'hf_model')
         sizes = self.store.sizes(pointer.newest)
         assert sizes.keys() == {*self._files, MANIFEST_NAME}, f'{pointer.newest} has only {[*sizes]}'
@@ -160,7 +153,7 @@ class Place:
         self.runs[FIRST].release()
         self.runs[SECOND].release()
         assert self.newest() == self.published[SECOND][-1]
-        assert self.prefixes() == {*read_pointer(self.store, 'hf_model').saves}
+        assert prefixes(self.store) == {*read_pointer(self.store, 'hf_model').saves}
         assert not read_pointer(self.store, 'hf_model').unfinished
 
 

@@ -159,11 +159,3 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     del run
     gc.collect()
     assert [thing() for thing in gone] == [None] * 3
-
-
-def test_results_of_a_command_reach_the_run(tmp_path):
-    run = Run()
-    saves = run.begin(tmp_path / 'hf_model', on_saved=['echo', '{"a": 1}'])
-    saves.save(step(1))
-    saves.finish(step(1))
-    assert run.results == [(1, {'on_saved/hf_model/a': 1.0})]
