@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from xhf_hooks.exporters.base import Exporter
+
 ATTENTION = ('q_proj', 'v_proj')
 #: In transformers 5 these are parameters of one module.
 EXPERTS = ['experts.gate_up_proj', 'experts.down_proj']
@@ -123,14 +125,22 @@ def around(**children: nn.Module) -> nn.Module:
     return model
 
 
+def planned(model: nn.Module, dtype: str | None = None, **options: Any) -> Exporter:
+    """The exporter of a model, when it knows what a save will hold."""
+    from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.sources import source_for
+
+    exporter = exporter_for(model, None, **options)
+    exporter.entries(source_for(model).specs(), dtype)
+    return exporter
+
+
 def refusal(model: nn.Module, lora: str = 'adapter') -> str:
     """The message of the error when ``model`` cannot be exported this way."""
     import pytest
 
     from xhf_hooks.errors import ModelError, OptionError
-    from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.sources import source_for
 
     with pytest.raises((ModelError, OptionError)) as caught:
-        exporter_for(model, None, lora=lora).entries(source_for(model).specs(), None)
+        planned(model, lora=lora)
     return str(caught.value)

@@ -18,21 +18,19 @@ from transformers import (
     VisionEncoderDecoderModel,
 )
 
+from tests.helpers.models.adapted import planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base import find_tokenizer
-from xhf_hooks.sources import source_for
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
     """Writes the HF assets as a save does; returns the warnings."""
     folder.mkdir(exist_ok=True)
-    exporter = HuggingFaceExporter(model, None)
-    exporter.entries(source_for(model).specs(), dtype)
-    return exporter.write_hf_assets(folder, tokenizer, ())
+    return planned(model, dtype).write_hf_assets(folder, tokenizer, ())
 
 
 def read_json(path: Path) -> dict:

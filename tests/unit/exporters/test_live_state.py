@@ -14,22 +14,14 @@ import transformers
 from torch import nn
 from transformers import BertForSequenceClassification
 
-from tests.helpers.models.adapted import adapted, around
+from tests.helpers.models.adapted import adapted, around, planned
 from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import MODELS, available, build
 from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
-from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter, find_tokenizer
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
-from xhf_hooks.sources import source_for
-
-
-def planned(model: nn.Module, **options: Any) -> Exporter:
-    exporter = exporter_for(model, None, **options)
-    exporter.entries(source_for(model).specs(), None)
-    return exporter
 
 
 def written(exporter: Exporter, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:

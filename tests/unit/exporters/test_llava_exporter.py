@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, LlavaForConditionalGeneration
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
-from tests.helpers.models.adapted import around
+from tests.helpers.models.adapted import around, planned
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
@@ -20,7 +20,6 @@ from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
 from xhf_hooks.options import DTYPE_CODES
-from xhf_hooks.sources import source_for
 
 LLM_LORA = {'llm': dict(target_modules='all-linear')}
 BOTH_LORA = {**LLM_LORA, 'visual_encoder': dict(target_modules=['q_proj', 'v_proj'])}
@@ -35,8 +34,8 @@ def bases(tmp_path_factory):
 
 def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, LlavaExporter]:
     """Saves ``model`` with a tokenizer; the folder and the exporter."""
-    exporter = exporter_for(model, None, **{k: options.get(k) for k in ('lora', 'llava_format')})
-    exporter.entries(source_for(model).specs(), DTYPE_CODES.get(options.get('dtype')))
+    how = {k: options.get(k) for k in ('lora', 'llava_format')}
+    exporter = planned(model, DTYPE_CODES.get(options.get('dtype')), **how)
     _, committed = save_folder(model, folder, **options)
     exporter.write_hf_assets(committed.path, None if words is None else tokenizer(words), ())
     return committed.path, exporter

@@ -28,6 +28,7 @@ from tests.helpers.models.adapted import (
     assert_rounded_once,
     is_known_to_peft,
     merged_by_peft,
+    planned,
     refusal,
 )
 from tests.helpers.models.families import MODELS
@@ -37,7 +38,6 @@ from tests.helpers.models.zoo.internvl import CODE, load_internvl
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExporter, exporter_for
-from xhf_hooks.sources import source_for
 
 BF16 = torch.bfloat16
 
@@ -119,8 +119,7 @@ def test_memory_of_merged_experts(tmp_path):
     """Those of one layer are merged together; transformers copies gates and ups out of one tensor."""
     model = adapted('mixtral', target_modules=[], target_parameters=EXPERTS)
     plan, _ = save_folder(model, tmp_path / 'hf_model', lora='merge')
-    exporter = exporter_for(model, None, lora='merge')
-    exporter.entries(source_for(model).specs(), None)
+    exporter = planned(model, lora='merge')
     made = [group.placements for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
     assert sorted(map(len, made)) == [5, 5, 10, 10]
     largest = 2 * sum(placement.nbytes for placement in max(made, key=len))
@@ -212,8 +211,7 @@ def test_a_frozen_adapter_beside_the_trained_one(others, tmp_path):
     files = {path.name: path.read_bytes() for path in (tmp_path / 'adapter').iterdir()}
     assert {path.name: path.read_bytes() for path in (committed.path / 'adapter').iterdir()} == files
     assert_same_folder_tensors(tmp_path / 'merged', committed.path)
-    exporter = exporter_for(whole, None)
-    exporter.entries(source_for(whole).specs(), None)
+    exporter = planned(whole)
     assert exporter.notes == ("only the trained adapter 'default' is saved, without the frozen ['ref']",)
     frozen = {name for name, _ in whole.named_parameters() if '.ref.' in name}
     assert frozen and frozen <= set(exporter.left_out)
@@ -225,7 +223,7 @@ def test_a_base_that_nothing_can_be_merged_into():
     merged.merge_adapter()
     assert 'quantized (bitsandbytes)' in refusal(quantized, 'merge')
     assert 'already merged into the live model' in refusal(merged, 'merge')
-    exporter_for(quantized, None).entries(source_for(quantized).specs(), None)  # the adapter alone
+    planned(quantized)  # the adapter alone
 
 
 UNMERGEABLE = {
