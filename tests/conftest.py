@@ -3,8 +3,6 @@
 Where a machine lacks it, the test is left out, and that is said where nobody overlooks it.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import shutil

@@ -1,7 +1,5 @@
 """What the pages name is there (files, options, messages, tests, links), and their figures are those measured."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Bad options are refused when the hook is built, not at iteration 500, and the message names the option."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields

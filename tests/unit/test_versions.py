@@ -1,7 +1,5 @@
 """The lock files say all that is installed, and installing by them comes to what the requirements name."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from importlib.metadata import distributions

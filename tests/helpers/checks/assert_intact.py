@@ -1,7 +1,5 @@
 """Checks a committed folder against its manifest, with zlib and the safetensors library, not with our code."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """config.json as ``save_pretrained`` writes it, with the fields that a save adds for transformers 4."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

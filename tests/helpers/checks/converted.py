@@ -1,7 +1,5 @@
 """Checkpoints of live models; runs xhf-convert on them in this process, and compares its output with the hook's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples memory while something runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ OUT is a file of torch with a dict for each folder: of a model, token ids, logit
 token ids, pixels and a dialogue.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A stand-in for SGLang's server: it loads a folder when told to, and answers as SGLang does."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The families of `tests.helpers.models.zoo`, which other tests use, too, and thos
 transformers treats in a way of their own when it saves.
 """
 
-from __future__ import annotations
-
 from tests.helpers.models import zoo
 from tests.helpers.models.vision_families import VISION
 from tests.helpers.models.zoo import DECODER, GPT, ODD_DECODER, SEQ2SEQ, VISION_TOWER, Models

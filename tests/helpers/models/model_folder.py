@@ -1,7 +1,5 @@
 """Complete model folders with a manifest, made without the code that reads them."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -3,8 +3,6 @@
 python tests/helpers/models/older_bases.py OUT
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

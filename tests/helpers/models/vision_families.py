@@ -1,7 +1,5 @@
 """The vision-language models of `tests.helpers.models.families`."""
 
-from __future__ import annotations
-
 from tests.helpers.models.zoo import DECODER, GEMMA, MODELS, ODD_DECODER, SPECIAL_TOKENS, VISION_TOWER, Models
 
 _TIED = {**MODELS['llava'][2], 'text_config': {**ODD_DECODER, 'tie_word_embeddings': True}}

@@ -1,7 +1,5 @@
 """The command of ``on_saved``: its turn, what it may do, what is left of it, and what becomes of its output."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Saves in a thread of their own, waited for by the main thread and by signal handlers that interrupt it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What a signal does besides asking for a save: what it did before, in its time."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Uploads by several ranks, here threads of one process: who sends what, and what is an error."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """What the commands print: of their own use, of anybody's files in lines of plain text, and how far they are."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Every kind of adapter: what xhf-convert makes of a checkpoint is what the hook wrote of the live model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What xhf-convert says of a checkpoint without masters, or whose files tell nothing of themselves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What xhf-convert says where the model that is named is not the one that was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

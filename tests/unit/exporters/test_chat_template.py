@@ -1,7 +1,5 @@
 """The chat template gives XTuner's training text: where xtuner is installed, its own code is the judge of that."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import re

@@ -3,8 +3,6 @@
 ``save_pretrained`` of transformers 5.23 converts them back to the quantizer's names, and nothing loads the result.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which model is exported, under which names, and what is refused before anything is gathered."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

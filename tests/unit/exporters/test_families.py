@@ -6,8 +6,6 @@ It needs no other version than the one installed, and lists what was compared. A
 among the tests; too few are an error.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

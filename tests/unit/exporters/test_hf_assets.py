@@ -1,7 +1,5 @@
 """Every file that is not weights, and that the live objects it is made from stay as they are."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What training changes after the plan was made is saved; what a save leaves out is named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

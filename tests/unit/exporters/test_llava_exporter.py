@@ -1,7 +1,5 @@
 """XTuner's LLaVAModel goes out in XTuner's layout or as LlavaForConditionalGeneration."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

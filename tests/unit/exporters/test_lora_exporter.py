@@ -3,8 +3,6 @@
 A model with adapters on some of its parts goes out merged and whole, as InternVL's must.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import operator

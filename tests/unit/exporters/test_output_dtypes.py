@@ -1,7 +1,5 @@
 """The option dtype against transformers itself: what a class keeps in fp32, and the dtypes of a base model's files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

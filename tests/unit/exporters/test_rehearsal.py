@@ -1,7 +1,5 @@
 """What would not load is found before anything is written, whatever the cause; and training notices nothing of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A reward model goes out as the sequence classifier that XTuner's ``RewardModel.to_hf`` builds, head included."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a conversion of weights must not do; that it gives the right bytes is shown by tests/distributed/test_zoo."""
 
-from __future__ import annotations
-
 from importlib import util
 
 import pytest

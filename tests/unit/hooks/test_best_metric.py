@@ -1,7 +1,5 @@
 """Which validation results are the best so far, and that this survives a resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether a run has scores to compare, and saves at all."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

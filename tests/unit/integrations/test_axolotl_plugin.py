@@ -1,7 +1,5 @@
 """The plugin as Axolotl's source calls it (helpers/runs/axolotl_interface), its callback in a real Trainer."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of every kind of base, whose checkpoint has only what was trained, are converted to what the hook writes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configs of finished runs, read and never run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The target of the tests in this folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

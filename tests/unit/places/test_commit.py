@@ -3,8 +3,6 @@
 A save that is being read stays, under one name, while the next ones come and go.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run at a time per folder, and sweeping that leaves live runs alone; processes that die are in test_kills."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Whose folder is it? What is not ours stays, what is ours goes only after a commit, and no cleaning up ends a save."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

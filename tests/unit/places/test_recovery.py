@@ -1,7 +1,5 @@
 """What killed runs leave behind, what is refused to be replaced, and what another user left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Saves in a store: the pointer names whole ones, one run goes on, and only what is ours is deleted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

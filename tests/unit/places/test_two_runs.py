@@ -1,7 +1,5 @@
 """A run saves to a store while another one claims it: every order of their requests, none of which is conditional."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import uuid

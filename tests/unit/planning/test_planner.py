@@ -1,7 +1,5 @@
 """Planning, without a tensor: sets of files, what is refused, and what the digest covers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Any tensors, any number of ranks, any sizes: what is written reads back identical with the safetensors library."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The model that a run starts from is neither replaced nor deleted by it."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """How runs end within a process that goes on: failures told at once, earlier runs closed, forgotten ones freed."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import signal

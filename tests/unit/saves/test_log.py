@@ -1,7 +1,5 @@
 """What the log says of a run's saves."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Layouts of DeepSpeed's files, made by hand, give back what went in; what is wrong with one is said in one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

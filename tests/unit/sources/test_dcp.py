@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: what they may hold, and what is made of those that nobody can have saved."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Which checkpoint a path means: every layout is recognised by looking."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

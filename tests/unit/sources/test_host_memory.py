@@ -1,7 +1,5 @@
 """Host memory: a buffer comes back when nobody refers to it any more; devices that were copied from are waited for."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

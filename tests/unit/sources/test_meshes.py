@@ -1,7 +1,5 @@
 """Which elements each of eight ranks holds, compared with what torch says, in one process."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import Mock
 

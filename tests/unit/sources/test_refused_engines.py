@@ -1,7 +1,5 @@
 """Engines whose weights cannot be read as they are trained, recognized by what DeepSpeed sets on them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

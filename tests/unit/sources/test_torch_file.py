@@ -1,7 +1,5 @@
 """Files of torch.save, and of a base model: where the bytes of each tensor are, and what is wrong with damaged ones."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zipfile

@@ -4,8 +4,6 @@ Each hostile pickle would, under pickle.load, leave a file behind, or change an 
 that here; each is refused in one line that names the file, or is plain data without effect.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import sys

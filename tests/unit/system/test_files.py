@@ -1,7 +1,5 @@
 """Errors of a full disk say which one is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Versions that cannot work are refused by name."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 
 import pytest

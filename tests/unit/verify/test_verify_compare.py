@@ -1,7 +1,5 @@
 """Two models: identical, the same but for rounding, or different; what is rounding, against exact arithmetic."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from fractions import Fraction

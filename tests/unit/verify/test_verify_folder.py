@@ -1,7 +1,5 @@
 """Folders that are whole, and every kind of damage that makes one not whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Bytes go to the disk without the page cache where that can be, and otherwise through it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """Bytes land where they should, and go on to the disk while they are being written."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Checksums and counts of a tensor do not depend on how its bytes were cut, or on who wrote them."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fields of config.json for transformers 4: what is added, and that transformers 5 reads the same as before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a tokenizer is written to be looked at, and what a full disk does to that."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from pathlib import Path
