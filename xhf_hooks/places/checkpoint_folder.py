@@ -63,7 +63,6 @@ class CheckpointFolder:
     Args:
         path: Of the newest committed save. Two targets with the same one are the same.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
-        fsync: Flush to the disk before the commit. Only the benchmark turns this off.
         elsewhere: How the user chooses another folder, for messages.
         warn: Called with what the user should know.
 
@@ -77,12 +76,11 @@ class CheckpointFolder:
         path: Path,
         max_keep: int,
         *,
-        fsync: bool = True,
         elsewhere: str = 'set out_dir to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
         self.path, self.name = path, path.name
-        self.max_keep, self.fsync = max_keep, fsync
+        self.max_keep = max_keep
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
         self.others = OtherFolders(path, warn)
@@ -161,9 +159,8 @@ class CheckpointFolder:
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
         manifest = describe_folder(staging, save, self._next_number(), self._run)
-        if self.fsync:
-            for path in staging.rglob('*'):
-                fsync(path)
+        for path in staging.rglob('*'):
+            fsync(path)
         if verify == 'full':
             check_folder(staging, parse_manifest(manifest, str(staging)), workers)
         part = staging / f'{MANIFEST_NAME}.part'  # a manifest is whole, or not there

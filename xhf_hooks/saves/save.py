@@ -307,7 +307,7 @@ class Save:
         saver, collective = self._saver, self._collective
         with self._stage('write'):
             folder = self._target.path.with_name(staging)  # hosts may mount the file system elsewhere
-            saver.writer.open(saver.plan, folder, files, fsync=self._target.fsync)
+            saver.writer.open(saver.plan, folder, files)
             n_writers = collective.world_size if saver.strategy.all_ranks_write else 1
             progress = Progress(saver.log, self._step.label, saver.plan.nbytes // n_writers)
         with self._stage('write'), closing(self._chunks) as chunks:

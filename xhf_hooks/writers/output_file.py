@@ -79,7 +79,6 @@ class OutputFile:
     """An existing file, opened for writing. Used by: any number of threads and ranks, each for its own bytes.
 
     Args:
-        write_behind: Start writing to the disk at once instead of at :meth:`fsync`.
         direct: Bypass the page cache where possible. Only one thread may write then.
 
     Raises:
@@ -87,7 +86,7 @@ class OutputFile:
         TargetError: On this host, the name refers to another file.
     """
 
-    def __init__(self, path: Path, identity: FileIdentity, *, write_behind: bool = True, direct: bool = False) -> None:
+    def __init__(self, path: Path, identity: FileIdentity, *, direct: bool = False) -> None:
         self._path = path
         self._fd = os.open(path, os.O_WRONLY)
         try:
@@ -96,7 +95,7 @@ class OutputFile:
             os.close(self._fd)
             raise
         self._is_direct = direct and takes_direct_writes(self._fd)
-        self._behind = WriteBehind(self._fd) if write_behind else None
+        self._behind = WriteBehind(self._fd)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
@@ -106,8 +105,7 @@ class OutputFile:
                 for at in rest[::_PART_NBYTES]:
                     part = data[at : min(at + _PART_NBYTES, rest.stop)]
                     _write_all(self._fd, part, offset + at)
-                    if self._behind is not None:
-                        self._behind.wrote(offset + at, part.nbytes)
+                    self._behind.wrote(offset + at, part.nbytes)
 
     def fsync(self) -> None:
         """Wait until everything is on the disk."""

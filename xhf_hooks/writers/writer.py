@@ -38,7 +38,6 @@ class Writer:
         self._limit_nbytes = pending_nbytes
         self._beside_training = beside_training
         self._folder = Path()
-        self._fsync = True
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         self._opened = ExitStack()
@@ -58,16 +57,11 @@ class Writer:
         """
         return {file.name: create_file(staging / file.name, file.header, file.nbytes) for file in plan.files}
 
-    def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity], *, fsync: bool = True) -> None:
-        """Prepare to write into the created files.
-
-        Args:
-            fsync: Flush files to the disk, and drop them from the page cache, before :meth:`finish` returns.
-        """
+    def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity]) -> None:
+        """Prepare to write into the created files."""
         self.abort()
         self._folder = staging
         self._made = made
-        self._fsync = fsync
         self._tally = Tally(plan.placements)
         self._error = None
 
@@ -93,7 +87,7 @@ class Writer:
         self._chunks.put(chunk)
 
     def finish(self) -> Tally:
-        """Wait for all chunks and close the files; returns what this rank has written.
+        """Wait for all chunks, flush the files to the disk and close them; returns what this rank has written.
 
         Raises:
             OSError: A chunk could not be written.
@@ -102,9 +96,8 @@ class Writer:
         self._wait()
         if self._error is not None:
             raise self._error
-        if self._fsync:
-            for file in self._files.values():
-                file.fsync()
+        for file in self._files.values():
+            file.fsync()
         self._opened.close()
         tally = self._tally
         self.abort()
@@ -165,9 +158,7 @@ class Writer:
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
-            file = OutputFile(
-                self._folder / name, self._made[name], write_behind=self._fsync, direct=self._beside_training
-            )
+            file = OutputFile(self._folder / name, self._made[name], direct=self._beside_training)
             self._opened.callback(file.close)
             self._files[name] = file
         return self._files[name]

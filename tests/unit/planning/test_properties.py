@@ -67,11 +67,11 @@ class Saved:
             spread=self.spread,
             round_nbytes=bucket_nbytes // 2 or 1,
         )
-        folder = CheckpointFolder(parent / 'hf_model', max_keep=1, fsync=False)
+        folder = CheckpointFolder(parent / 'hf_model', max_keep=1)
         ranks = [Writer(pending_nbytes=bucket_nbytes) for _ in range(world_size)]
         made = ranks[0].create(self.plan, folder.open_staging())
         for rank in ranks:
-            rank.open(self.plan, folder.staging, made, fsync=False)
+            rank.open(self.plan, folder.staging, made)
         self._write(ranks, dice)
         self.written = together([rank.finish() for rank in ranks]).written()
         for rank in ranks:

@@ -15,14 +15,13 @@ from xhf_hooks.writers.output_file import OutputFile, create_file
 MB = 2**20
 
 
-@pytest.fixture(params=['write-behind', 'left to fsync', 'no such call', 'not on this file system'])
-def how(request, monkeypatch):
-    """Arguments of OutputFile, with the system's answer to sync_file_range; the writing is real."""
+@pytest.fixture(params=['write-behind', 'no such call', 'not on this file system'])
+def system(request, monkeypatch):
+    """The system's answer to sync_file_range; the writing is real."""
     if request.param == 'no such call':
         monkeypatch.setattr(linux_calls.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
         monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.ENOSYS))
-    return {'write_behind': request.param != 'left to fsync'}
 
 
 def answer(number):
@@ -40,12 +39,12 @@ def random_bytes(nbytes: int) -> bytes:
     return random.Random(0).randbytes(nbytes)
 
 
-def test_any_offset_and_length_by_several_threads(tmp_path, how):
+def test_any_offset_and_length_by_several_threads(tmp_path, system):
     order, content = random.Random(0), random_bytes(90 * MB + 1234)
     cuts = sorted({0, len(content), 7, 4096, 3 * MB, 40 * MB, *(order.randrange(len(content)) for _ in range(30))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
-    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', len(content)), **how)
+    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', len(content)))
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda part: file.write(memoryview(content)[slice(*part)], part[0]), parts))
     file.fsync()
