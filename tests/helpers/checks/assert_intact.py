@@ -9,11 +9,7 @@ _VALUES = 251  # bfloat16 represents all integers up to 256
 
 
 def assert_whole(folder: Path) -> int:
-    """Check that every file and tensor is present, unchanged and described; returns the iteration of the save.
-
-    Raises:
-        AssertionError: The folder is not intact.
-    """
+    """Check that every file and tensor is present, unchanged and described; returns the iteration of the save."""
     from safetensors import safe_open
 
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -46,11 +42,7 @@ def weight_of(number: int) -> int:
 
 
 def filled_with(folder: Path) -> float:
-    """The value that all elements of all tensors have.
-
-    Raises:
-        AssertionError: There are several values, so the folder mixes saves.
-    """
+    """The value that all elements of all tensors have; if there were several, the folder would mix saves."""
     import torch
     from safetensors.torch import load_file
 

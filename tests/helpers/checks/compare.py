@@ -15,12 +15,7 @@ SHOWN = 8
 
 
 def folder_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Reads the tensors of all `*.safetensors` files in `folder`, with the safetensors library.
-
-    Raises:
-        AssertionError: If there is no such file, if a name is in two of them, or if the index is
-            missing or describes other tensors, files or sizes than there are.
-    """
+    """Reads the tensors of all `*.safetensors` files in `folder`, of which the index must say what there is."""
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -56,11 +51,7 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 
 def assert_loads_clean(folder: str | Path, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Loads `folder` in the dtype that it was saved in and returns the model.
-
-    Raises:
-        AssertionError: If from_pretrained reports anything missing, unexpected or mismatched.
-    """
+    """The model that from_pretrained loads, in the dtype that it was saved in, with nothing to report."""
     model, report = model_class.from_pretrained(
         folder, output_loading_info=True, local_files_only=True, torch_dtype='auto'
     )

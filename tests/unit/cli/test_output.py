@@ -88,6 +88,7 @@ def test_version(name, capsys):
     ('name', 'words', 'expected'),
     [
         ('xhf-convert', 'run OUT --max-shard-size 5gigs', "expected a size such as '128MB' or a number of bytes"),
+        ('xhf-convert', 'run s3://bucket/run', 'expected a path on this machine, found the URL s3://bucket/run'),
         ('xhf-verify', 'FILE', 'model.safetensors is a file; give its folder: '),
         ('xhf-verify', 'a b c', 'expected one path or two, found 3: a b c'),
     ],

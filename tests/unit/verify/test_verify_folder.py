@@ -53,16 +53,17 @@ def assert_problem(report: FolderCheck, check: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize('folder', ['one', 'shards'], indirect=True)
-def test_a_whole_folder(folder):
+def test_a_whole_folder_also_with_a_note_and_without_a_manifest(folder):
     report = verify_folder(folder)
     assert report.is_good and not found(report, 'unchecked'), report.lines()
     assert {'files', 'headers', 'checksums', 'texts', 'values'} <= found(report, 'ok')
     assert ('index' in found(report, 'ok')) == (folder / INDEX).exists()
     assert report.read_nbytes == sum(path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST)
-
-
-def test_a_whole_folder_of_anyone(originals):
-    report = verify_folder(originals / 'shards')
+    (folder / 'README.md').write_text('mine')
+    report = verify_folder(folder)
+    assert report.is_good and any('README.md' in finding.text for finding in report.findings)
+    (folder / MANIFEST).unlink()
+    report = verify_folder(folder)
     assert report.is_good and found(report, 'unchecked') == {'checksums'}
 
 
@@ -130,12 +131,6 @@ def test_only_what_was_read_counts_as_unchanged(folder, case):
     assert SHARDS[0] in said['unchecked', 'checksums']
     assert f'in {n_tensors} tensors' in said['ok', 'values']
     assert f'{n_tensors} tensors' in said.get(('ok', 'index'), f'{n_tensors} tensors')
-
-
-def test_a_note_is_no_problem(folder):
-    (folder / 'README.md').write_text('mine')
-    report = verify_folder(folder)
-    assert report.is_good and any('README.md' in finding.text for finding in report.findings)
 
 
 def of_name(file: str) -> Callable[[Path], None]:
