@@ -60,23 +60,17 @@ def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def test_names_outside_are_neither_cut_nor_exported(tmp_path):
-    """XTuner's own hook strips four characters of every name."""
+    """XTuner's own hook strips four characters of every name. What is tied to a tensor outside is read there."""
     llm = build('llama')
-    model = around(llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
+    tied = nn.Embedding(*llm.model.embed_tokens.weight.shape)
+    tied.weight = llm.model.embed_tokens.weight
+    model = around(a=tied, llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
     entries = entries_of(model)
     assert kinds(entries) == saved_tensors(llm, tmp_path)
-    assert all(read.startswith('llm.') for entry in entries for read in entry.reads)
+    reads = {entry.hf_name: entry.reads for entry in entries}
+    assert reads.pop('model.embed_tokens.weight') == ('a.weight',)
+    assert reads == {name: (f'llm.{name}',) for name in reads}
     assert set(planned(model).left_out) == {f'{m}.{p}' for m in ('llm_extra', 'projector') for p in ('weight', 'bias')}
-
-
-def test_tied_to_a_weight_outside_the_exported_model():
-    """The tensor's first name lies outside; it is read there and written under its name inside."""
-    llm = build('llama')
-    outside = nn.Embedding(*llm.model.embed_tokens.weight.shape)
-    outside.weight = llm.model.embed_tokens.weight
-    reads = {entry.hf_name: entry.reads for entry in entries_of(around(a=outside, llm=llm))}
-    assert reads['model.embed_tokens.weight'] == ('a.weight',)
-    assert reads['lm_head.weight'] == ('llm.lm_head.weight',)
 
 
 def test_undeclared_tie_is_written_under_both_names():

@@ -4,6 +4,7 @@ import math
 import shutil
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,14 @@ def compared(a: Path, b: Path, **options: object) -> Comparison:
     return compare_models(*open_models(a, b, ConvertOptions(**options)), workers=2)
 
 
-def changed(model: Path, folder: Path, **options: object) -> Path:
-    """A copy with other tensors: all ``cast``, all ``through`` another type, one ``edit``-ed, one ``drop``-ped."""
+def changed(model: Path, folder: Path, *casts: torch.dtype, edit: Any = torch.Tensor.contiguous) -> Path:
+    """A copy with all tensors cast to one type after the other, and one of them edited, or without it."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / WEIGHTS)
-    if 'cast' in options:
-        tensors = {name: tensor.to(options['cast']) for name, tensor in tensors.items()}
-    if 'through' in options:
-        tensors = {name: tensor.to(options['through']).to(tensor.dtype) for name, tensor in tensors.items()}
-    if 'edit' in options:
-        tensors[NAME] = options['edit'](tensors[NAME].clone())
-    if 'drop' in options:
-        del tensors[NAME]
-    save_file(tensors, folder / WEIGHTS, {'format': 'pt'})
+    for dtype in casts:
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors[NAME] = edit(tensors[NAME].clone())
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / WEIGHTS)
     return folder
 
 
@@ -59,7 +55,7 @@ def test_shards_do_not_matter(model, tmp_path):
 
 @pytest.mark.parametrize(('dtype', 'swap'), [(torch.bfloat16, False), (torch.float16, True)])
 def test_a_cast_is_rounding(model, tmp_path, dtype, swap):
-    pair = [model, changed(model, tmp_path / 'b', cast=dtype)]
+    pair = [model, changed(model, tmp_path / 'b', dtype)]
     found = compared(*(reversed(pair) if swap else pair))
     assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
     assert 0.4 < max(tensor.found.max_ulps for tensor in found.tensors) <= 0.5
@@ -69,7 +65,7 @@ def test_a_cast_is_rounding(model, tmp_path, dtype, swap):
 
 def test_a_hidden_cast_is_found(model, tmp_path):
     """fp32 numbers that were first rounded, as xtuner's pth_to_hf --fp32 stores: 1e-4 apart, and proven the same."""
-    found = compared(model, changed(model, tmp_path / 'b', through=torch.float16))
+    found = compared(model, changed(model, tmp_path / 'b', torch.float16, torch.float32))
     assert found.verdict == ROUNDING and found.count(ROUNDING) == len(found.tensors)
     assert all(tensor.ulp_of == 'F32' and tensor.found.max_ulps > 100 for tensor in found.tensors)
 
@@ -80,19 +76,19 @@ def bump(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize('options', [{}, {'cast': torch.bfloat16}, {'through': torch.float16}])
-def test_one_unit_in_one_element_is_a_difference(model, tmp_path, options):
+@pytest.mark.parametrize('casts', [(), (torch.bfloat16,), (torch.float16, torch.float32)])
+def test_one_unit_in_one_element_is_a_difference(model, tmp_path, casts):
     """Whatever else was rounded: of the narrower type one more unit is no rounding."""
-    found = compared(model, changed(model, tmp_path / 'b', **options, edit=bump))
+    found = compared(model, changed(model, tmp_path / 'b', *casts, edit=bump))
     assert found.verdict == DIFFERENT and found.count(DIFFERENT) == 1
     worst = found.tensors[0]
     assert worst.name == NAME and worst.verdict == DIFFERENT
-    if not options:
+    if not casts:
         assert (worst.found.n_differ, worst.found.max_ulps) == (1, 1.0)
 
 
 def test_missing_extra_and_other_shapes(model, tmp_path):
-    less = changed(model, tmp_path / 'less', drop=True)
+    less = changed(model, tmp_path / 'less', edit=lambda tensor: None)
     assert compared(model, less).missing == [NAME] and compared(less, model).extra == [NAME]
     assert compared(model, less).verdict == DIFFERENT
     found = compared(model, changed(model, tmp_path / 'shape', edit=lambda tensor: tensor[:-1].contiguous()))
