@@ -4,6 +4,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -36,18 +37,11 @@ class InTurns:
         self._order, self._look = list(order), look
         self._ended: set[str] = set()
         self._changed = threading.Condition()
-        self._errors: list[BaseException] = []
         self.n_requests = dict.fromkeys((FIRST, SECOND), 0)
 
     def run(self, work: dict[str, Callable[[], Any]]) -> None:
-        threads = [threading.Thread(target=self._work, args=one, daemon=True) for one in work.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(HANG_SECS)
-            assert not thread.is_alive()
-        if self._errors:
-            raise self._errors[0]
+        with ThreadPoolExecutor(len(work)) as threads:
+            list(threads.map(self._work, work, work.values()))
 
     def request(self, run: str, send: Callable[[], Any]) -> Any:
         with self._changed:
@@ -69,11 +63,10 @@ class InTurns:
     def _work(self, run: str, work: Callable[[], Any]) -> None:
         try:
             work()
-        except BaseException as error:
-            self._errors.append(error)
-        with self._changed:
-            self._ended.add(run)
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._ended.add(run)
+                self._changed.notify_all()
 
 
 class Place:
