@@ -1,9 +1,18 @@
 """Measure xhf_hooks side by side with its peers.
 
-    python tools/bench.py save                                           time and memory of a save
-    python tools/bench.py save --billions 0.8 1.6 --ways stream XTuner   two sizes, and only these rows
-    python tools/bench.py stall --repeats 3 --out DIR                    how long saves stop training
-    python tools/bench.py draw --out docs/bench                          tables and charts again, from the JSON there
+    save        saves of a ZeRO-3 model with every writer and every peer
+    floors      saves with every writer, compared with how fast the disk takes as many bytes
+    hsdp        saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks
+    throttled   saves with every writer and a limited bandwidth from each rank to the disk
+    memory      memory and network traffic of every writer
+    stall       how long a save stops training, and how much it slows down iterations
+    upload      uploads to an object store by all ranks, compared with rank 0 alone, and beside training
+    convert     conversion of a checkpoint, compared with other converters; needs XTuner's environment
+    draw        measure nothing; make tables and charts again from DIR/NAME.json
+
+    python tools/bench.py save
+    python tools/bench.py save --billions 0.8 1.6 --ways stream XTuner     two sizes, and only these rows
+    python tools/bench.py draw --out docs/bench
 
 A benchmark prints its progress, and at the end a table of medians. It writes the table and the JSON behind it to
 DIR/NAME.md and DIR/NAME.json, and of saves a chart to DIR/NAME.svg. docs/performance.md explains the results.
@@ -21,7 +30,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -38,48 +47,17 @@ from bench.ways import OURS, choose, ways_of
 CHARTS = ('save', 'floors', 'hsdp')
 SAVES = {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'in_a_row': 3}
 FLUSHED = {'ranks': [2, 4], 'ways': ['with fsync, as the hook']}
-#: Name to the help, and what the options have for their defaults.
-BENCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    'save': (
-        'Saves of a ZeRO-3 model with every writer and every peer.',
-        {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
-    ),
-    'floors': (
-        'Saves with every writer, compared with how fast the disk takes as many bytes.',
-        {**SAVES, 'ways': ['floor: ', OURS]},
-    ),
-    'hsdp': (
-        'Saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks.',
-        {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
-    ),
-    'throttled': (
-        'Saves with every writer and a limited bandwidth from each rank to the disk.',
-        {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1},
-    ),
-    'memory': (
-        'Memory and network traffic of every writer.',
-        {**SAVES, **FLUSHED, 'billions': [0.2, 0.8, 1.6], 'repeats': 1, 'in_a_row': 2},
-    ),
-    'stall': (
-        'How long a save stops training, and how much it slows down iterations.',
-        {'billions': [0.8], 'ranks': [2], 'repeats': 5},
-    ),
-    'upload': (
-        'Uploads to an object store by all ranks, compared with rank 0 alone, and beside training.',
-        {'billions': [0.8], 'ranks': [8], 'repeats': 3},
-    ),
-    'convert': (
-        "Conversion of a checkpoint, compared with other converters; needs XTuner's environment.",
-        {'billions': [0.5, 1.5], 'repeats': 5},
-    ),
-    'draw': ('Measure nothing; make tables and charts again from DIR/NAME.json.', {}),
-}
-HELP = {
-    'billions': f'billions of parameters of the model, from {", ".join(map(str, MODELS))}',
-    'ranks': 'numbers of ranks',
-    'repeats': 'measurements per table row',
-    'in_a_row': 'consecutive runs per measurement; only the last one counts',
-    'ways': 'measure only rows whose name contains one of these words',
+#: What the options of each benchmark have for their defaults.
+BENCHES: dict[str, dict[str, Any]] = {
+    'save': {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
+    'floors': {**SAVES, 'ways': ['floor: ', OURS]},
+    'hsdp': {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
+    'throttled': {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1},
+    'memory': {**SAVES, **FLUSHED, 'billions': [0.2, 0.8, 1.6], 'repeats': 1, 'in_a_row': 2},
+    'stall': {'billions': [0.8], 'ranks': [2], 'repeats': 5},
+    'upload': {'billions': [0.8], 'ranks': [8], 'repeats': 3},
+    'convert': {'billions': [0.5, 1.5], 'repeats': 5},
+    'draw': {},
 }
 #: The model that trains on one rank beside an upload, and the number of uploads.
 BESIDE_UPLOADS = {'what': 'training', 'billions': 0.05, 'repeats': 10}
@@ -89,26 +67,19 @@ def parse_args() -> Namespace:
     parser = ArgumentParser(
         prog='python tools/bench.py', description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest='what', required=True, metavar='NAME')
-    for what, (meaning, defaults) in BENCHES.items():
-        command = commands.add_parser(
-            what, help=meaning, description=meaning, formatter_class=ArgumentDefaultsHelpFormatter
-        )
-        for name, default in defaults.items():
-            several = isinstance(default, list)
-            command.add_argument(
-                f'--{name.replace("_", "-")}',
-                type=type(default[0] if several else default),
-                nargs='+' if several else None,
-                default=default,
-                choices=MODELS if name == 'billions' else None,
-                metavar='X',
-                help=HELP[name],
-            )
-        command.add_argument(
-            '--out', type=Path, default=Path('work_dirs/bench'), metavar='DIR', help='folder for the results'
-        )
-    return parser.parse_args()
+    parser.add_argument('what', choices=BENCHES, metavar='NAME', help='see above')
+    parser.add_argument('--billions', type=float, nargs='+', choices=MODELS, help='billions of parameters of the model')
+    parser.add_argument('--ranks', type=int, nargs='+', metavar='N', help='numbers of ranks')
+    parser.add_argument('--repeats', type=int, metavar='N', help='measurements per table row')
+    parser.add_argument('--in-a-row', type=int, metavar='N', help='consecutive runs, of which only the last one counts')
+    parser.add_argument('--ways', nargs='+', metavar='WORDS', help='only rows whose name contains one of these')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/bench'), metavar='DIR', help='for the results')
+    args = parser.parse_args()
+    defaults = {'what': args.what, 'out': None, **BENCHES[args.what]}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if unknown := given.keys() - defaults.keys():
+        parser.error(f'{args.what} has no option {", ".join(unknown)}')
+    return Namespace(**{**defaults, **given})
 
 
 def measure(args: Namespace) -> dict[str, Any]:

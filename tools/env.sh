@@ -20,6 +20,8 @@ make_env() {
     if [[ -x $dir/bin/python && -f $stamp ]] && ! grep -vqxFf "$stamp" <<<"$wanted"; then
         return
     fi
+    # Creating it anew would empty what the link points to, which somebody else uses
+    [[ ! -L $dir ]] || _fail "$dir is a link, and what it points to is not up to date: install it there, or remove the link."
     local python
     python=$(_find_python "$stack")
     _check_machine "$python"
@@ -30,14 +32,16 @@ make_env() {
         echo "$made" >"$stamp"
     fi
 
+    # In variables, so that the lock file also applies to the tools that build packages. pip's own variables and
+    # configuration (indexes, proxies, certificates) work as usual
+    local -x PIP_CONSTRAINT="${PIP_CONSTRAINT-} $lock" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT-} $lock"
+    local torch pip=("$dir/bin/python" -m pip install -q)
     # First and by name: pip then takes a CPU build if its indexes have one
-    local torch
     torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
-    _step "$dir: $torch" _pip "$dir" "$lock" "$torch"
-    _step "$dir: ${files[*]}" _pip "$dir" "$lock" "${files[@]/#/-r}"
-    [[ ! -f $no_deps ]] || _step "$dir: $no_deps" _pip "$dir" "$lock" --no-deps "-r$no_deps"
-    _step "$dir: xhf_hooks" \
-        "$dir/bin/python" -m pip install -q --no-deps --no-build-isolation -e .
+    _step "$dir: $torch" "${pip[@]}" "$torch"
+    _step "$dir: ${files[*]}" "${pip[@]}" "${files[@]/#/-r}"
+    [[ ! -f $no_deps ]] || _step "$dir: $no_deps" "${pip[@]}" --no-deps "-r$no_deps"
+    _step "$dir: xhf_hooks" "${pip[@]}" --no-deps --no-build-isolation -e .
     _compile_deepspeed "$dir"
     echo "$wanted" >"$stamp"
 }
@@ -55,15 +59,6 @@ make_overlay() {
     # On PYTHONPATH under this name, dill pickles what is in it by reference, as what is installed
     ln -s . "$dir/site-packages"
     echo "$wanted" >"$dir/installed.sha256"
-}
-
-# Install into DIR in the versions of LOCK. LOCK is passed in variables, so that it also applies to the tools that build
-# packages. pip's own variables and configuration (indexes, proxies, certificates) work as usual.
-_pip() {
-    local dir=$1 lock=$2
-    shift 2
-    PIP_CONSTRAINT="${PIP_CONSTRAINT-} $lock" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT-} $lock" \
-        "$dir/bin/python" -m pip install -q "$@"
 }
 
 # Use DIR's programs in this shell, with the settings that DeepSpeed needs here.

@@ -11,7 +11,7 @@ this script.
 from __future__ import annotations
 
 import argparse
-import logging
+import hashlib
 import os
 import sys
 from itertools import product
@@ -22,43 +22,36 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.collective import Collective
-from xhf_hooks.options import SaveOptions, parse_size
+from xhf_hooks.options import parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.save import Saver
-from xhf_hooks.saves.telemetry import RunLog
-from xhf_hooks.saves.unwrap import unwrap
 
 STEPS_MEANWHILE = 2
+SMALL = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
 
 
 class Training:
-    """A bf16 Llama at ZeRO-3 with AdamW. Runs on: all ranks."""
+    """A bf16 Llama at ZeRO-3 with AdamW. Runs on: all ranks.
+
+    Attributes:
+        shard_nbytes: Gives at least two files per rank: with 'parallel', a file has one writer.
+    """
 
     def __init__(self, n_layers: int, device: torch.device) -> None:
         self.device = device
-        zero = {'stage': 3, 'stage3_param_persistence_threshold': 0}
-        config = {
-            'train_micro_batch_size_per_gpu': 1,
-            'bf16': {'enabled': True},
-            'zero_optimization': zero,
-            'zero_allow_untested_optimizer': True,
-        }
-        small = dict(vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_attention_heads=16)
-        self.architecture = LlamaConfig(num_hidden_layers=n_layers, num_key_value_heads=16, **small)
+        config = zero_config(3)
+        self.architecture = LlamaConfig(vocab_size=32000, num_hidden_layers=n_layers, **SMALL)
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
             model = LlamaForCausalLM(self.architecture)
+        self.shard_nbytes = sum(parameter.ds_numel for parameter in model.parameters()) // dist.get_world_size()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-
-    @property
-    def shard_nbytes(self) -> int:
-        """Gives at least two files per rank: with 'parallel', a file has one writer."""
-        nbytes = sum(parameter.ds_numel * parameter.element_size() for parameter in self.engine.module.parameters())
-        return nbytes // (2 * dist.get_world_size())
 
     def step(self) -> None:
         tokens = torch.randint(32000, (1, 128), device=self.device)
@@ -81,13 +74,11 @@ class Training:
 
 
 def save(training: Training, writer: str, in_background: bool, bucket_nbytes: int, out: Path) -> bool:
-    """Save in one way, and print a line about it; returns whether all is well. Runs on: all ranks."""
+    """Save in one way. Runs on: all ranks; rank 0 prints a line about it, and returns whether all is well."""
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
-    options = SaveOptions(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes)
-    log = RunLog(logging.getLogger('gpu_check'), 'saver')
-    strategy = WriteStrategy(writer)
-    saver = Saver(unwrap(training.engine), options, Collective(), log, strategy=strategy, in_background=in_background)
+    how = dict(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes, in_background=in_background)
+    saver = make_saver(training.engine, Collective(), writer=writer, **how)
     with_gpu, device_nbytes = training.device.type == 'cuda', 0
     if in_background:
         saver.reserve_snapshot()
@@ -105,43 +96,35 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     saver.close()
     of_all_ranks = [0] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, device_nbytes)
-    most = max(of_all_ranks)
+    if dist.get_rank() > 0:
+        return True
     problems = []
-    if not _same_files(reference, folder.path):
+    if digests(reference) != digests(folder.path):
         problems.append('other bytes than save_pretrained')
-    if most > (bucket := max(bucket_nbytes, saver.plan.largest_bucket_nbytes)):
+    if max(of_all_ranks) > (bucket := max(bucket_nbytes, saver.plan.largest_bucket_nbytes)):
         problems.append(f'more on the device than a bucket, which is {bucket / 1e6:.0f} MB')
-    if dist.get_rank() == 0:
-        cost = found.cost
-        print(
-            f'{writer}{", in the background" * in_background}: {cost.seconds:.2f} s, training stalled '
-            f'{cost.stalled_secs:.2f} s, {most / 1e6:.0f} MB on the device, {cost.peak_extra_nbytes / 1e6:.0f} MB on '
-            f'the host: {"; ".join(problems) or "the bytes of save_pretrained"}',
-            flush=True,
-        )
+    print(
+        f'{writer}{", in the background" * in_background}: {found.cost.seconds:.2f} s, training stalled '
+        f'{found.cost.stalled_secs:.2f} s, {max(of_all_ranks) / 1e6:.0f} MB on the device, '
+        f'{found.cost.peak_extra_nbytes / 1e6:.0f} MB on the host: '
+        f'{"; ".join(problems) or "the bytes of save_pretrained"}',
+        flush=True,
+    )
     return not problems
 
 
-def _same_files(reference: Path, found: Path) -> bool:
-    files = sorted(path.name for path in reference.glob('*.safetensors'))
-    if files != sorted(path.name for path in found.glob('*.safetensors')):
-        return False
-    return all((reference / name).read_bytes() == (found / name).read_bytes() for name in files)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--layers', type=int, default=16, help='layers of the Llama, of width 2048 (default: 16)')
-    parser.add_argument(
-        '--bucket-size', type=parse_size, default='128MB', help='bucket_size of the saves (default: %(default)s)'
-    )
-    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'), metavar='DIR', help='for the saves')
-    parser.add_argument('--cpu', action='store_true', help='run the same steps on CPU with gloo, to test this script')
-    return parser.parse_args()
+def digests(folder: Path) -> dict[str, bytes]:
+    """File name of weights to a digest of the file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in folder.glob('*.safetensors')}
 
 
 def main() -> int:
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--layers', type=int, default=16, help='layers of the Llama, of width 2048 (default: 16)')
+    parser.add_argument('--bucket-size', type=parse_size, default='128MB', help='of the saves (default: %(default)s)')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/gpu_check'), metavar='DIR', help='for the saves')
+    parser.add_argument('--cpu', action='store_true', help='run the same steps on CPU with gloo, to test this script')
+    args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
         print('gpu_check: no GPU found; expected at least one (torch.cuda.is_available())', file=sys.stderr)
         return 2
@@ -153,10 +136,8 @@ def main() -> int:
     training.step()
     ways = product(('positional', 'parallel', 'stream'), (False, True))
     good = [save(training, *way, args.bucket_size, args.out.absolute()) for way in ways]
-    wrong = torch.tensor([good.count(False)], device=device)
-    dist.all_reduce(wrong)  # every rank compares the files
     dist.destroy_process_group()
-    return int(wrong.item() > 0)
+    return int(not all(good))
 
 
 if __name__ == '__main__':

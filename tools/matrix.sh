@@ -4,10 +4,10 @@
 #     bash tools/matrix.sh                     all sets of requirements/matrix
 #     bash tools/matrix.sh torch-2.6 newest    some of them
 #
-# For each set: what `pip install .` and `uv pip install .` would change there (they must add this package alone);
-# tests/unit, in which test_families compares names, tensors and configs of more than 50 families with save_pretrained
-# of that transformers; tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async
-# and with LoRA, converts and verifies. Then the set's row of the table in docs/versions.md is written anew.
+# For each set: what `pip install .` would change there (it must add this package alone); tests/unit, in which
+# test_families compares names, tensors and configs of more than 50 families with save_pretrained of that transformers;
+# tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
+# converts and verifies. Then the set's row of the table in docs/versions.md is written anew.
 #
 # A set needs 5 to 7 GB of disk (the CUDA build of torch), g++ and, for old versions of DeepSpeed, numactl. uv installs
 # it, and a Python that the machine lacks; uv itself is installed into .venv-matrix if it is not on PATH.
@@ -16,15 +16,7 @@ cd "$(dirname "$0")/.."
 source tools/env.sh
 
 ROOT=.venv-matrix
-LEFT_OUT=(--ignore=tests/unit/test_versions.py) # of the lock files of the two stacks
-
-# find_uv: print the path of uv.
-find_uv() {
-    command -v uv || {
-        [[ -x $ROOT/uv/bin/uv ]] || { python3 -m venv "$ROOT/uv" && "$ROOT/uv/bin/pip" install -q uv; } >&2
-        echo "$PWD/$ROOT/uv/bin/uv"
-    }
-}
+PAGE=docs/versions.md
 
 # make_set SET: create its environment unless it is there.
 make_set() {
@@ -41,14 +33,6 @@ make_set() {
     echo "$wanted" >"$dir/installed.sha256"
 }
 
-# changes SET: print what installing this package would add or replace, apart from itself; nothing is right.
-changes() {
-    "$ROOT/$1/bin/python" -m pip install -q --dry-run --report - . 2>/dev/null | python3 -c '
-import json, sys
-print(*(found["metadata"]["name"] for found in json.load(sys.stdin)["install"] if found["metadata"]["name"] != "xhf_hooks"))'
-    "$uv" pip install --dry-run --python "$ROOT/$1/bin/python" . 2>&1 | grep -E '^ [-+~] ' | grep -v '^ + xhf-hooks' || true
-}
-
 # run_tests SET NAME PYTEST_OPTIONS...: print pytest's summary; the log is .venv-matrix/SET-NAME.log.
 run_tests() {
     local log=$ROOT/$1-$2.log
@@ -62,36 +46,34 @@ run_tests() {
 
 # test_set SET: test it and write its row.
 test_set() {
-    local file=requirements/matrix/$1.txt left_out changed unit runs
+    local file=requirements/matrix/$1.txt python=$ROOT/$1/bin/python left_out changed unit runs versions
+    local passed='^[0-9]+ passed(, [0-9]+ skipped)?$'
     mapfile -t left_out < <(sed -n -E 's/^# without ([^ ]+): .*/--deselect=\1/p' "$file")
-    changed=$(changes "$1" | xargs)
+    changed=$("$python" -m pip install --dry-run . | sed -n 's/^Would install//p')
+    [[ $changed == *xhf?hooks-* ]] || _fail "$1: pip install --dry-run . failed"
+    changed=$(sed -E 's/ xhf.hooks-[^ ]+//; s/^ //' <<<"$changed")
     echo "== $1: tests/unit"
-    unit=$(run_tests "$1" unit tests/unit "${LEFT_OUT[@]}" "${left_out[@]}")
+    # Without a test of the lock files of the two stacks
+    unit=$(run_tests "$1" unit tests/unit --ignore=tests/unit/test_versions.py "${left_out[@]}")
     echo "== $1: $unit; tests/distributed/test_any_set.py"
     runs=$(run_tests "$1" runs tests/distributed/test_any_set.py "${left_out[@]}")
     echo "== $1: $runs; pip install . changes: ${changed:-nothing}"
-    "$ROOT/$1/bin/python" - "$1" "${changed:-nothing}" "$unit" "$runs" <<'PYTHON'
-import datetime, pathlib, platform, re, sys
+    versions=$("$python" -c '
+import platform
 from importlib.metadata import version
-
-name, *results = sys.argv[1:]
-versions = [version(package) for package in ('torch', 'transformers', 'deepspeed', 'mmengine', 'peft')]
-row = [name, platform.python_version(), *versions, *results, datetime.date.today().isoformat()]
-page = pathlib.Path('docs/versions.md')
-text = page.read_text()
-line = '| ' + ' | '.join(row) + ' |'
-found = re.sub(rf'^\| {re.escape(name)} \|.*$', lambda _: line, text, flags=re.MULTILINE)
-if line not in found:
-    raise SystemExit(f'{page}: the table has no row of {name}')
-page.write_text(found)
-good = results[0] == 'nothing' and all(re.fullmatch(r'\d+ passed(, \d+ skipped)?', found) for found in results[1:])
-raise SystemExit(not good)
-PYTHON
+packages = ("torch", "transformers", "deepspeed", "mmengine", "peft")
+print(platform.python_version(), *map(version, packages), sep=" | ")')
+    grep -q "^| $1 |" "$PAGE" || _fail "$PAGE: the table has no row of $1"
+    sed -i "s~^| $1 |.*~| $1 | $versions | ${changed:-nothing} | $unit | $runs | $(date +%F) |~" "$PAGE"
+    [[ ! $changed && $unit =~ $passed && $runs =~ $passed ]]
 }
 
 command -v numactl >/dev/null || echo 'numactl is missing, which DeepSpeed 0.15 calls. On Debian: apt-get install numactl'
 mkdir -p "$ROOT"
-uv=$(find_uv)
+if ! uv=$(command -v uv); then
+    uv=$PWD/$ROOT/uv/bin/uv
+    [[ -x $uv ]] || { python3 -m venv "$ROOT/uv" && "$ROOT/uv/bin/pip" install -q uv; }
+fi
 sets=("$@")
 ((${#sets[@]})) || mapfile -t sets < <(basename -s .txt requirements/matrix/*.txt)
 failed=()
@@ -101,4 +83,4 @@ for set in "${sets[@]}"; do
     test_set "$set" || failed+=("$set")
 done
 ((${#failed[@]} == 0)) || _fail "Failed: ${failed[*]}; logs are in $ROOT"
-echo "== all of ${sets[*]} passed; docs/versions.md has the results"
+echo "== all of ${sets[*]} passed; $PAGE has the results"

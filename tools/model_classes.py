@@ -18,10 +18,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
+from collections import Counter
 from functools import cache
-from typing import Any
 
 import torch
 import transformers
@@ -59,39 +57,29 @@ def classes() -> dict[str, type]:
     return found
 
 
-def configs(kind: type) -> Iterator[Any]:
-    """Its default config with few layers and experts, and as it is."""
-    default = kind.config_class()
-    small = {name: value for name, value in SMALL.items() if type(getattr(default, name, None)) is int}
-    with suppress(Exception):  # other fields must fit
-        yield kind.config_class(**small)
-    yield default
+def tried(name: str) -> tuple[str, str]:
+    """What became of a class, and why: with few layers and experts or, if its other fields do not fit, as it is."""
+    with quiet():
+        outcome = tried_with(classes()[name], SMALL)
+        return outcome if outcome[0] == 'loads' else tried_with(classes()[name], {})
 
 
-def tried(kind: type) -> tuple[str, str]:
-    """What became of it, and why."""
-    outcome = 'has no usable default config', 'none'
+def tried_with(kind: type, sizes: dict[str, int]) -> tuple[str, str]:
+    """What became of a class within LIMIT_SECS, and why."""
+    signal.alarm(LIMIT_SECS)
+    outcome = 'has no usable default config'
     try:
-        for config in configs(kind):
-            outcome = tried_with(kind, config)
-            if outcome[0] == 'loads':
-                break
-    except Exception as error:
-        outcome = 'has no usable default config', one_line(error)
-    return outcome
-
-
-def tried_with(kind: type, config: Any) -> tuple[str, str]:
-    try:
-        model = build_on_meta(kind, config)
-    except Exception as error:
-        return 'has no usable default config', one_line(error)
-    try:
+        default = kind.config_class()
+        sizes = {field: size for field, size in sizes.items() if type(getattr(default, field, None)) is int}
+        model = build_on_meta(kind, kind.config_class(**sizes))
+        outcome = 'fails'
         specs, exporter = source_for(model).specs(), exporter_for(model, None)
         plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
         notes = exporter.rehearse(plan.placements)
     except Exception as error:
-        return 'fails', one_line(error)
+        return outcome, one_line(error)
+    finally:
+        signal.alarm(0)
     return ('cannot be rehearsed', notes[0]) if notes else ('loads', '')
 
 
@@ -108,29 +96,21 @@ def start_worker() -> None:
     signal.signal(signal.SIGALRM, out_of_time)
 
 
-def tried_in_time(name: str) -> tuple[str, str]:
-    """What became of a class within LIMIT_SECS, and why."""
-    signal.alarm(LIMIT_SECS)
-    with quiet():
-        found = tried(classes()[name])
-    signal.alarm(0)
-    return found
-
-
 def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter('ignore')
-    started, outcomes = time.monotonic(), dict[str, list[str]]()
+    started = time.monotonic()
     with quiet():
         wanted = [name for name in classes() if not sys.argv[1:] or name in sys.argv[1:]]
     with multiprocessing.get_context('fork').Pool(initializer=start_worker) as pool:  # a process for each core
-        for name, (outcome, why) in zip(wanted, pool.imap(tried_in_time, wanted), strict=True):
-            outcomes.setdefault(outcome, []).append(name)
+        outcomes: Counter[str] = Counter()
+        for name, (outcome, why) in zip(wanted, pool.imap(tried, wanted), strict=True):
+            outcomes[outcome] += 1
             if outcome != 'loads':
                 print(f'{name}: {outcome}: {why}', flush=True)
     secs = time.monotonic() - started
     print(f'transformers {transformers.__version__}, torch {torch.__version__}, {secs:.0f} s:', end=' ')
-    print(', '.join(f'{len(names)} {outcome}' for outcome, names in sorted(outcomes.items())))
+    print(', '.join(f'{n} {outcome}' for outcome, n in sorted(outcomes.items())))
 
 
 if __name__ == '__main__':

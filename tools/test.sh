@@ -73,24 +73,23 @@ build_docs() {
     python -m sphinx -q -W --keep-going -b html docs docs/_build
 }
 
-# test_modern NAME PYTEST_OPTIONS...: a run of the modern stack, whose times go to NAME.xml.
-test_modern() {
-    use_env .venv
-    python -m pytest -q --junitxml="$logs/$1.xml" -o junit_family=xunit1 "${@:2}"
+# test_with ENVIRONMENT NAME PYTEST_OPTIONS...: a run whose times go to NAME.xml.
+test_with() {
+    use_env "$1"
+    python -m pytest -q --junitxml="$logs/$2.xml" -o junit_family=xunit1 "${@:3}"
 }
 
 test_xtuner() {
     make_env .venv-xtuner xtuner test
-    use_env .venv-xtuner
-    rm -f "$TORCH_EXTENSIONS_DIR"/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
+    rm -f .venv-xtuner/torch_extensions/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
-    python -m pytest -q --complete --junitxml="$logs/xtuner.xml" -o junit_family=xunit1 -m 'not modern_only' "${XTUNERS[@]}"
+    test_with .venv-xtuner xtuner --complete -m 'not modern_only' "${XTUNERS[@]}"
 }
 
 # Families that transformers 4.52 to 4.57 save under other names than they have in memory.
 test_transformers4() {
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
-    test_modern transformers4 tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
+    test_with .venv transformers4 tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
 }
 
 # Line coverage of the unit tests, without those of signal handlers and threads: a handler that interrupts coverage
@@ -106,16 +105,14 @@ measure_coverage() {
 
 # run NAME COMMAND...: a run whose output goes to a log.
 run() {
-    local name=$1
-    shift
-    (set -e; "$@") >"$logs/$name.log" 2>&1
+    (set -e; "${@:2}") >"$logs/$1.log" 2>&1
     # Not as a condition, since bash would ignore failed steps there
-    [[ $? -eq 0 ]] || echo "$name" >>"$logs/failed"
+    (($? == 0)) || echo "$1" >>"$logs/failed"
 }
 
 first_tier() {
-    (run lint lint; run unit test_modern unit -m 'not needs' tests/unit tests/e2e --ignore=tests/e2e/xtuner_stack) &
-    show ranks test_modern ranks -m 'not needs' tests/distributed
+    (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit tests/e2e --ignore=tests/e2e/xtuner_stack) &
+    show ranks test_with .venv ranks -m 'not needs' tests/distributed
 }
 
 second_tier() {
@@ -130,7 +127,7 @@ second_tier() {
     (run xtuner test_xtuner; run transformers4 test_transformers4; run docs build_docs) &
     local files
     mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py')
-    show stress test_modern stress --complete -m needs tests/stress "${files[@]}"
+    show stress test_with .venv stress --complete -m needs tests/stress "${files[@]}"
     wait "$compiling"
 }
 
@@ -185,7 +182,7 @@ case ${1-} in
             make_overlay "$trainer"
             (
                 export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
-                test_modern "$trainer" "tests/trainers/test_$trainer.py"
+                test_with .venv "$trainer" "tests/trainers/test_$trainer.py"
             )
         done
         ;;
@@ -195,6 +192,6 @@ case ${1-} in
         ;;
     *)
         make_env .venv modern test
-        test_modern selected "$@"
+        test_with .venv selected "$@"
         ;;
 esac

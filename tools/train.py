@@ -23,24 +23,13 @@ except ModuleNotFoundError as error:
 
 
 def parse_args() -> argparse.Namespace:
-    """Parse the command line and refuse to run without torchrun."""
     parser = argparse.ArgumentParser(description='Train an MMEngine config.')
     parser.add_argument('config', help='path of the config file')
     parser.add_argument('--work-dir', help="work_dir of the run, instead of the config's")
-    parser.add_argument(
-        '--resume',
-        nargs='?',
-        const='auto',
-        metavar='CHECKPOINT',
-        help='resume from this checkpoint; without a value, from the newest one in the work_dir',
-    )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        metavar='KEY=VALUE',
-        help='config fields to set, such as train_cfg.max_iters=10',
-    )
+    resume = 'resume from this checkpoint; without a value, from the newest one in the work_dir'
+    parser.add_argument('--resume', nargs='?', const='auto', metavar='CHECKPOINT', help=resume)
+    options = 'config fields to set, such as train_cfg.max_iters=10'
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, metavar='KEY=VALUE', help=options)
     args = parser.parse_args()
     if 'LOCAL_RANK' not in os.environ:
         parser.error('start this with torchrun: torchrun --nproc_per_node 2 tools/train.py CONFIG')
@@ -48,18 +37,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def init_process_group() -> None:
-    """Join the process group, with the backend that this machine's devices need.
+    """Join the process group, with the backend that this machine's devices need, before anything imports deepspeed.
 
-    MMEngine would do this, too, but calls `torch.cuda.set_device` with any backend. It uses an
-    existing process group unchanged.
-
-    Runs on: all ranks, before anything else imports deepspeed.
+    MMEngine would do this, too, but calls `torch.cuda.set_device` with any backend. It uses an existing process group
+    unchanged.
     """
-    if torch.cuda.is_available():
-        backend = 'nccl'
+    backend = 'nccl' if torch.cuda.is_available() else 'gloo'
+    if backend == 'nccl':
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     else:
-        backend = 'gloo'
         os.environ['DS_ACCELERATOR'] = 'cpu'  # read by deepspeed when it is imported
     import deepspeed
 
@@ -67,10 +53,9 @@ def init_process_group() -> None:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config file and apply the command-line options."""
+    """The config file with the command-line options."""
     cfg = Config.fromfile(args.config)
-    if args.cfg_options is not None:
-        cfg.merge_from_dict(args.cfg_options)
+    cfg.merge_from_dict(args.cfg_options)
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     if args.resume is not None:
@@ -85,7 +70,6 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def main() -> None:
-    """Train."""
     args = parse_args()
     # Several times per iteration, DeepSpeed calls functions that torch 2.13 renames
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')

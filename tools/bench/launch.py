@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[str, float]
-_LARGE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
-_SMALL = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
+_WIDE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
+_NARROW = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
+_WIDE_LAYERS = {0.2: 1, 0.5: 8, 0.8: 14, 1.5: 27, 1.6: 30}
 #: Billions of parameters to the config of a Llama of that size. Sizes differ only in layers, so the largest tensor is
 #: the same; the smallest is for trying out. Not in the worker, which imports DeepSpeed: that prints a warning to
 #: standard output, which is only for the table.
 MODELS: dict[float, dict[str, int]] = {
-    0.05: dict(num_hidden_layers=6, **_SMALL),
-    0.2: dict(num_hidden_layers=1, **_LARGE),
-    0.5: dict(num_hidden_layers=8, **_LARGE),
-    0.8: dict(num_hidden_layers=14, **_LARGE),
-    1.5: dict(num_hidden_layers=27, **_LARGE),
-    1.6: dict(num_hidden_layers=30, **_LARGE),
+    0.05: dict(num_hidden_layers=6, **_NARROW),
+    **{billions: dict(num_hidden_layers=n_layers, **_WIDE) for billions, n_layers in _WIDE_LAYERS.items()},
 }
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECS = 0.3
@@ -78,11 +75,7 @@ def in_turns(
 ) -> dict[str, list[Figures]]:
     """Measure each way several times, in random order, so that no way always follows the same other one.
 
-    Args:
-        tell: Called after each run with one line of text.
-
-    Returns:
-        What was measured, by way.
+    ``tell`` is called after each run with one line of text.
     """
     order = random.Random(0)
     turns = [way for _ in range(repeats) for way in order.sample(list(ways), len(ways))]

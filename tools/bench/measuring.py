@@ -21,18 +21,8 @@ from xhf_hooks.sources.host_memory import return_freed_memory
 _AT, _SENT_AND_SENT_AGAIN = 200, struct.Struct('QQ')
 
 
-def measure_last(n_runs: int, way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """:func:`measure` the last of ``n_runs`` consecutive runs (bench.py says why)."""
-    clear(folder, sync=True)
-    return [measure(way, folder, nbytes) for _ in range(n_runs)][-1]
-
-
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """Seconds until all ranks are done, extra anonymous memory, and bytes sent between ranks.
-
-    Raises:
-        RuntimeError: The way did not write this many bytes.
-    """
+    """Seconds until all ranks are done, extra anonymous memory, and bytes sent between ranks."""
     gc.collect()
     return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
     clear(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +17,16 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.launch import Figures, in_turns
-from bench.measuring import clear, measure_last
+from bench.measuring import clear, measure
 from bench.peers import PEERS, DcpPeer, Floors, xtuner_way
 from bench.throttle import limited_writes
-from bench.ways import ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, NO_FSYNC, NO_SAVE, OURS, SYNC, XTUNER
+from bench.ways import AS_THE_HOOK, ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, NO_SAVE, OURS, SYNC, XTUNER
+from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.fsdp_runs import shard
 from xhf_hooks.collective import Collective
-from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.save import Saver
-from xhf_hooks.saves.telemetry import RunLog
-from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import WriteBehind
 
 if TYPE_CHECKING:  # importing it prints a warning
@@ -38,7 +34,6 @@ if TYPE_CHECKING:  # importing it prints a warning
 
 Tell = Callable[[str], None]
 STEP = Step('iter', 1, 1)
-LOG = RunLog(logging.getLogger('bench'), 'bench')
 #: With 'parallel' a file has one writer; several files per rank let all ranks write about as much.
 FILES_PER_RANK = 4
 #: Tokens of a training iteration, which is a forward pass that gathers every parameter like ZeRO-3.
@@ -53,12 +48,11 @@ def n_parameters(model: nn.Module) -> int:
     return sum(getattr(parameter, 'ds_numel', parameter.numel()) for parameter in model.parameters())
 
 
-def saver_of(model: nn.Module, writer: str, **options: Any) -> Saver:
+def saver_of(model: nn.Module, writer: str, in_background: bool = False) -> Saver:
     """A saver of a bf16 model, whose file sizes do not depend on the writer."""
-    nbytes = 2 * n_parameters(model)
-    shard_nbytes = nbytes // (FILES_PER_RANK * dist.get_world_size())
-    how = SaveOptions(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes)
-    return Saver(unwrap(model), how, Collective(), LOG, strategy=WriteStrategy(writer), **options)
+    shard_nbytes = 2 * n_parameters(model) // (FILES_PER_RANK * dist.get_world_size())
+    how = dict(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes, in_background=in_background)
+    return make_saver(model, Collective(), writer=writer, **how)
 
 
 @contextmanager
@@ -89,7 +83,7 @@ class Ways:
             return partial(PEERS[name], self._engine)
         if name.startswith(OURS):
             saver = self._saver(name.removeprefix(OURS).partition(',')[0])
-            how = without_fsync if name.endswith(NO_FSYNC) else nullcontext
+            how = nullcontext if name.endswith(AS_THE_HOOK) else without_fsync
 
             def save(folder: Path) -> None:
                 with how():
@@ -109,8 +103,11 @@ def bench_save(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) 
 
     def one(name: str) -> Figures:
         of_kind = next(each for kind, each in ways.items() if name.endswith(kind))
+        way = of_kind.way(name)
+        clear(folder, sync=True)
         with limited_writes(limit) if limit else nullcontext():
-            return measure_last(job['in_a_row'], of_kind.way(name), folder, of_kind.least_nbytes)
+            in_a_row = [measure(way, folder, of_kind.least_nbytes) for _ in range(job['in_a_row'])]
+        return in_a_row[-1]  # bench.py says why
 
     runs = in_turns(job['ways'], job['repeats'], one, tell)
     return {'nbytes': next(iter(ways.values())).nbytes, 'limit_nbytes_per_sec': limit, 'runs': runs}
@@ -125,11 +122,7 @@ class Training:
         self.run(2)  # in the first, DeepSpeed records the order of its gathers
 
     def run(self, n_least: int, is_over: Callable[[], bool] = lambda: True) -> tuple[int, float]:
-        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks at the end of one.
-
-        Returns:
-            Number of iterations, and their seconds.
-        """
+        """Run ``n_least`` iterations, and more until ``is_over`` on all ranks; returns how many, and their seconds."""
         started, n_done = time.perf_counter(), 0
         while True:
             with torch.no_grad():

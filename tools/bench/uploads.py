@@ -13,14 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from bench.launch import Figures, in_turns
-from bench.saves import LOG, STEP, Tell, Training, saver_of
+from bench.saves import STEP, Tell, Training, saver_of
 from bench.throttle import limited_sending
 from bench.ways import UPLOAD, UPLOAD_BOTO3
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
@@ -37,53 +36,44 @@ _UPLINK_BESIDE_TRAINING = 10 * 10**6
 _LEAST_ITERATIONS = 5
 
 
-@dataclass(frozen=True)
-class Store:
-    """A server's URL and where it keeps the objects, and the saver of what is uploaded."""
-
-    url: str
-    objects: Path
-    saver: Saver
-    folder: Path
-
-    @contextmanager
-    def save_and_claim(self, name: str) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
-        """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
-        target, collective = CheckpointFolder(self.folder, 1), Collective()
-        self.saver.save(target, STEP)
-        url = f's3://{BUCKET}/{name}'
-        uploads: Uploads = uploads_of_run(url, {'endpoint_url': self.url}, -1, [self.folder], collective, LOG)
-        uploads.claim()
-
-        def is_over(within_secs: float = 0.0) -> bool:
-            over = uploads.wait(within_secs)
-            if over and uploads.failed:
-                raise RuntimeError(f'not uploaded: {uploads.failed}')
-            return over
-
-        yield lambda: uploads.committed(target, STEP, collective), is_over
-        uploads.close()
-        collective.close()
-
-
 @contextmanager
-def served(engine: deepspeed.DeepSpeedEngine, folder: Path, n_uploads: int) -> Iterator[Store]:
-    """A store for that many uploads, which rank 0 serves until the block ends."""
+def served(n_uploads: int) -> Iterator[tuple[str, Path]]:
+    """A store for that many uploads, which rank 0 serves until the block ends: its URL, and where it keeps objects."""
     os.environ.update(CREDENTIALS)
-    found = [('', '')]
+    found = [('', Path())]
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
-            place = stack.enter_context(tempfile.TemporaryDirectory(dir=memory))
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
             prefixes = [f'run{number}/hf_model_iter_1' for number in range(n_uploads)]
             # The server keeps no MD5 of an object, and would read the object again whenever a client asks about it.
             # Real stores do not, and so neither does this one. It still computes the MD5 of each part, as they do.
-            options = ('--etag-hash', '')
-            server = stack.enter_context(s3_server('rclone', Path(place), prefixes=prefixes, options=options))
-            found = [(server.url, f'{place}/objects/{BUCKET}')]
+            server = stack.enter_context(s3_server('rclone', place, prefixes=prefixes, options=('--etag-hash', '')))
+            found = [(server.url, place / 'objects' / BUCKET)]
         dist.broadcast_object_list(found)
-        url, objects = found[0]
-        yield Store(url, Path(objects), saver_of(engine, 'parallel'), folder)
+        yield found[0]
+
+
+@contextmanager
+def claimed(
+    saver: Saver, folder: Path, url: str, name: str
+) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
+    """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
+    target, collective = CheckpointFolder(folder, 1), Collective()
+    saver.save(target, STEP)
+    store = {'endpoint_url': url}
+    uploads: Uploads = uploads_of_run(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
+    uploads.claim()
+
+    def is_over(within_secs: float = 0.0) -> bool:
+        over = uploads.wait(within_secs)
+        if over and uploads.failed:
+            raise RuntimeError(f'not uploaded: {uploads.failed}')
+        return over
+
+    yield lambda: uploads.committed(target, STEP, collective), is_over
+    uploads.close()
+    collective.close()
 
 
 def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -92,32 +82,34 @@ def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder:
 
     ways = [UPLOAD, UPLOAD_BOTO3]
     names = [f'run{number}' for number in range(len(ways) * job['repeats'])]
-    with served(engine, folder, len(names)) as store:
-        nbytes = store.saver.plan.nbytes
+    saver = saver_of(engine, 'parallel')
+    nbytes = saver.plan.nbytes
+    with served(len(names)) as (url, objects):
 
         def one(way: str) -> Figures:
             name = names.pop()
-            with limited_sending(_UPLINK_NBYTES_PER_SEC) as throttle, store.save_and_claim(name) as (begin, is_over):
+            uplink, claim = limited_sending(_UPLINK_NBYTES_PER_SEC), claimed(saver, folder, url, name)
+            with uplink as throttle, claim as (begin, is_over):
                 dist.barrier()
                 began, before = time.perf_counter(), throttle.nbytes
                 if way == UPLOAD:
                     begin()
                     is_over(3600.0)
                 elif dist.get_rank() == 0:  # the transfer manager with its defaults: ten threads, parts of 8 MB
-                    client = boto3.client('s3', endpoint_url=store.url)
+                    client = boto3.client('s3', endpoint_url=url)
                     for path in sorted(folder.iterdir()):
                         client.upload_file(str(path), BUCKET, f'{name}/{path.name}')
                 dist.barrier()
                 seconds = time.perf_counter() - began
             sent: list[int] = [0] * dist.get_world_size()
             dist.all_gather_object(sent, throttle.nbytes - before)
-            stored = sum(path.stat().st_size for path in (store.objects / name).rglob('*'))
+            stored = sum(path.stat().st_size for path in (objects / name).rglob('*'))
             if min(sum(sent), stored) < nbytes:
                 raise RuntimeError(f'{way}: of {nbytes} bytes only {sum(sent)} were sent and {stored} stored')
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder.parent, ignore_errors=True)
-                shutil.rmtree(store.objects / name)
+                shutil.rmtree(objects / name)
             return {'seconds': seconds, 'sent_mb': sent[0] / 1e6}
 
         runs = in_turns(ways, job['repeats'], one, tell)
@@ -126,10 +118,12 @@ def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder:
 
 def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure iterations beside an upload and, before and after it, without one."""
-    with served(engine, folder, job['repeats']) as store:
+    saver = saver_of(engine, 'parallel')
+    with served(job['repeats']) as (url, _):
         training, runs = Training(engine), []
         for number in range(job['repeats']):
-            with limited_sending(_UPLINK_BESIDE_TRAINING), store.save_and_claim(f'run{number}') as (begin, is_over):
+            claim = claimed(saver, folder, url, f'run{number}')
+            with limited_sending(_UPLINK_BESIDE_TRAINING), claim as (begin, is_over):
                 before, secs = training.run(_LEAST_ITERATIONS)
                 begin()
                 others = time.process_time() - time.thread_time()
@@ -139,4 +133,4 @@ def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folde
             alone = (before + after) / (secs + after_secs)
             runs.append({'slowed_by': 1 - beside / beside_secs / alone, 'processor': processor})
             tell(f'[{number + 1}/{job["repeats"]}] training beside an upload: slowed by {runs[-1]["slowed_by"]:.1%}')
-        return {'uplink_nbytes_per_sec': _UPLINK_BESIDE_TRAINING, 'nbytes': store.saver.plan.nbytes, 'runs': runs}
+        return {'uplink_nbytes_per_sec': _UPLINK_BESIDE_TRAINING, 'nbytes': saver.plan.nbytes, 'runs': runs}

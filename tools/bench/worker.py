@@ -19,9 +19,6 @@ from bench.saves import bench_save, bench_stall, n_parameters
 from bench.uploads import bench_training, bench_upload
 from tests.helpers.runs.zero_config import zero_config
 
-#: Elements to change at once: a temporary tensor as large as a rank's fp32 master weights would not fit.
-CHUNK = 2**24
-
 
 class Trained(nn.Module):
     """The names that XTuner's SupervisedFinetune gives its parameters."""
@@ -56,13 +53,9 @@ def build(job: dict[str, Any]) -> nn.Module:
 
 
 def make_checkpoint(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """Save a checkpoint like those of XTuner runs, and the config of its base model, into the job's folder.
-
-    Returns:
-        The shapes of the base model's tensors.
-    """
+    """Save a checkpoint like those of XTuner runs, and the config of its base model, into the job's folder."""
     for group in engine.optimizer.fp32_partitioned_groups_flat:
-        for chunk in group.data.split(CHUNK):
+        for chunk in group.data.split(2**24):  # a temporary tensor as large as the group would not fit
             chunk += 1e-4 * torch.randn_like(chunk)  # fp32 master weights that bf16 cannot represent
     if job['optimizer'] == 'AdamW':  # one step creates its states
         ids = torch.arange(16).reshape(1, 16)
