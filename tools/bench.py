@@ -16,14 +16,6 @@
 
 A benchmark prints its progress, and at the end a table of medians. It writes the table and the JSON behind it to
 DIR/NAME.md and DIR/NAME.json, and of saves a chart to DIR/NAME.svg. docs/performance.md explains the results.
-
-Memory is the extra anonymous memory of the busiest rank, sampled every 1 ms. Freed memory is returned before each run,
-so that all runs start from the same state. Bytes sent are counted by the kernel, on each rank's own TCP connections.
-
-'save' runs each way three times in a row, and only the third run counts: a virtual machine returns free memory to its
-host within a second, and new pages from there cost up to 3 us each. So the same save takes 0.3 to 5 s, depending on
-what ran before it. The third run starts right after the files of the second were removed, so it usually finds the
-memory that it needs.
 """
 
 from __future__ import annotations

@@ -9,12 +9,8 @@
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
-# A tier's rows of runs go on at the same time, since half of a run is waiting. The first is shown as it goes, and at the
-# end there are tables of the slowest tests and of the rows.
-#
-# The first tier needs Python 3.10 to 3.14 and a C++ compiler. The second needs Python 3.11 or 3.12, and root, to mount
-# small file systems and to install Debian packages. Prints the size of the download; a machine without a GPU needs a
-# sixth of it (docs/versions.md).
+# A tier's rows of runs go on at the same time, since half of a run is waiting. The first tier needs Python 3.10 to 3.14
+# and a C++ compiler; the second Python 3.11 or 3.12, and root, to mount small file systems and install Debian packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
@@ -34,11 +30,11 @@ need_debian_packages() {
     missing=$(for package in "$@"; do dpkg -s "$package" &>/dev/null || echo "$package"; done)
     [[ $missing ]] || return 0
     echo "== Debian packages:" $missing
-    if ! command -v apt-get >/dev/null || ((EUID != 0)); then
+    if command -v apt-get >/dev/null && ((EUID == 0)); then
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
+    else
         echo 'apt-get is missing, or you are not root: install these in another way. The end lists what was not tested.'
-        return
     fi
-    apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null
 }
 
 # The simulated device, and DeepSpeed's operator for NVMe: compiled while the first tests run; those in need wait.

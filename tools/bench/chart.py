@@ -8,12 +8,14 @@ from typing import Any
 from bench.report import head_of, medians
 from bench.ways import OURS
 
-#: Of each column the figure, its heading and its format.
-COLUMNS = (
-    ('seconds', 'seconds per save', '{:.2f}'),
-    ('peak_extra_mb', 'extra memory of the busiest rank, MB', '{:.0f}'),
-)
-_OURS_COLOR, _FLOOR_COLOR, _OTHER_COLOR = '#1a7f5a', '#b5482a', '#a3acb7'
+#: Figure to the heading of its column and its format.
+COLUMNS = {
+    'seconds': ('seconds per save', '{:.2f}'),
+    'peak_extra_mb': ('extra memory of the busiest rank, MB', '{:.0f}'),
+}
+#: A way's first word to its color.
+COLORS = {OURS.strip(): '#1a7f5a', 'floor:': '#b5482a'}
+OTHER_COLOR = '#a3acb7'
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
@@ -41,11 +43,11 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         medians_of = f'medians of {measured["repeats"]} runs in random order'
         figure.supxlabel(f'{medians_of}; {machine["cpu"]}, {machine["cores"]} cores', size=8)
         for (head, found), row in zip(parts, axes, strict=True):
-            for (key, heading, words), axis in zip(COLUMNS, row, strict=True):
-                bars = axis.barh(range(len(found)), [figures[key] for figures in found.values()])
-                for bar, way in zip(bars, found, strict=True):
-                    bar.set_color(_color(way))
-                axis.bar_label(bars, [words.format(figures[key]) for figures in found.values()], padding=3)
+            colors = [COLORS.get(way.partition(' ')[0], OTHER_COLOR) for way in found]
+            for axis, (key, (heading, words)) in zip(row, COLUMNS.items(), strict=True):
+                values = [figures[key] for figures in found.values()]
+                bars = axis.barh(range(len(found)), values, color=colors, edgecolor=colors)
+                axis.bar_label(bars, [words.format(value) for value in values], padding=3)
                 axis.set_title(heading if axis is not row[0] else f'{head}\n{heading}', loc='left', size=9)
                 axis.set_xticklabels([])
                 axis.margins(x=0.25)
@@ -58,9 +60,3 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 def _label(way: str) -> str:
     name, _, detail = way.partition(': ' if ': ' in way else ', ')
     return f'{name}\n{detail}' if len(way) > 30 else way
-
-
-def _color(way: str) -> str:
-    if way.startswith('floor'):
-        return _FLOOR_COLOR
-    return _OURS_COLOR if way.startswith(OURS) else _OTHER_COLOR
