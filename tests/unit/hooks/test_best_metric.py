@@ -53,7 +53,10 @@ def test_auto_is_the_first_result(hub):
     assert best_after_each(best, hub, results) == [{'loss': 2.0}, {}, {'loss': 1.0}]
 
 
-def test_auto_without_a_rule_for_the_first_result_is_an_error_of_ours(hub):
+def test_a_metric_whose_name_tells_no_rule_is_an_error_of_ours(hub):
+    """When the hook is built, and for 'auto' at the first result."""
+    with pytest.raises(OptionError, match="option rule: expected 'greater' or 'less', for the metric 'perplexity_x'"):
+        BestMetric('perplexity_x', None)
     with pytest.raises(OptionError, match="expected 'greater' or 'less' for the metric 'strange', found None"):
         BestMetric('auto', None).improved({'strange': 1.0}, hub)
 

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.models.adapted import adapted
-from xhf_hooks import save_hf
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.preflight import log_preparations
 from xhf_hooks.saves.telemetry import Progress, RunLog, show
@@ -74,9 +72,12 @@ def test_a_child_is_not_forked_in_the_middle_of_a_line(log):
     log.logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize('asked', [True, False])
-def test_what_is_gathered_is_named_before_training(asked, log, caplog):
-    """Unless all is, as the option writer asks for."""
+@pytest.mark.parametrize(
+    ('strategy', 'world_size', 'is_told'),
+    [(WriteStrategy.POSITIONAL, 2, True), (WriteStrategy.GATHER, 2, False), (WriteStrategy.POSITIONAL, 1, False)],
+)
+def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told, log, caplog):
+    """Unless all is, as the option writer asks for, or nothing, as in one process."""
     group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
     plan = SimpleNamespace(placements=[1, 2], files=[1], nbytes=8, gathered=[group, group])
     exporter = SimpleNamespace(left_out=(), notes=())
@@ -84,16 +85,10 @@ def test_what_is_gathered_is_named_before_training(asked, log, caplog):
         log=log,
         plan=plan,
         planned=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
-        strategy=WriteStrategy.GATHER if asked else WriteStrategy.POSITIONAL,
+        strategy=strategy,
         in_background=False,
-        collective=SimpleNamespace(world_size=2),
+        collective=SimpleNamespace(world_size=world_size),
     )
     log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
-    expected = [] if asked else ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)']
+    expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
     assert caplog.messages[1:] == expected
-
-
-def test_one_process_gathers_nothing(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    save_hf(adapted('llama'), tmp_path / 'hf_model', lora='merge')
-    assert 'ready to save' in caplog.text and 'gathered' not in caplog.text
