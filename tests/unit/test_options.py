@@ -41,10 +41,6 @@ BAD = {
     'backend_args': ['', 5, ['endpoint_url']],
     'ema': [None, 'averaged'],
 }
-BAD_CASES = [
-    pytest.param(option, value, id=f'{option}={value!r}') for option, values in BAD.items() for value in values
-]
-
 BAD_COMBINATIONS = [
     ('by_epoch', dict(by_epoch=True)),  # interval None follows CheckpointHook, which says what it counts
     ('by_epoch', dict(by_epoch='iter', interval=2)),
@@ -82,7 +78,7 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize(('option', 'value'), BAD_CASES)
+@pytest.mark.parametrize(('option', 'value'), [(option, value) for option in BAD for value in BAD[option]], ids=repr)
 def test_bad_value(option, value):
     with pytest.raises(OptionError, match=option) as caught:
         HFCheckpointHook(**{option: value})

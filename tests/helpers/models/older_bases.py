@@ -78,11 +78,8 @@ def save_llava(folder: Path) -> None:
     from tests.helpers.models.zoo import ODD_DECODER, VISION_TOWER
 
     torch.manual_seed(0)
-    text, vision = (
-        {**ODD_DECODER, 'vocab_size': 340, 'model_type': 'llama'},
-        {**VISION_TOWER, 'model_type': 'clip_vision_model'},
-    )
-    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=339, image_seq_length=4)
+    text = {**ODD_DECODER, 'vocab_size': 340}
+    config = LlavaConfig(text_config=text, vision_config=VISION_TOWER, image_token_index=339, image_seq_length=4)
     LlavaForConditionalGeneration(config).save_pretrained(folder)
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from torch import nn
 
-from tests.helpers.models.adapted import adapted
+from tests.helpers.models.adapted import adapted, around
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
@@ -27,8 +27,7 @@ def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_
 
 def test_each_part_of_a_model_has_a_base(tmp_path):
     """As LLaVA's llm and visual encoder in XTuner."""
-    whole = nn.Module()
-    whole.llm, whole.visual_encoder, whole.projector = build('llama'), build('qwen2'), nn.Linear(1, 1)
+    whole = around(llm=build('llama'), visual_encoder=build('qwen2'), projector=nn.Linear(1, 1))
     whole.llm.config._name_or_path, whole.visual_encoder.config._name_or_path = '/base/llm', '/base/vision'
     assert base_dirs_of(whole) == ['/base/llm', '/base/vision']
 

@@ -13,17 +13,14 @@ from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
 
 @pytest.fixture
 def base(tmp_path) -> Path:
-    folder = tmp_path / 'base'
-    folder.mkdir()
-    save_tokenizer(folder, 100)
-    return folder
+    save_tokenizer(tmp_path / 'base', 100)
+    return tmp_path / 'base'
 
 
 @pytest.fixture
 def out(tmp_path) -> Path:
-    folder = tmp_path / 'out'
-    folder.mkdir()
-    return folder
+    (tmp_path / 'out').mkdir()
+    return tmp_path / 'out'
 
 
 def test_nothing_is_written_but_where_the_save_goes(base, out, monkeypatch):
