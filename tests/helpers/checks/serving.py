@@ -59,8 +59,7 @@ class Server(ThreadingHTTPServer):
 
 
 def _iteration(folder: Path) -> int:
-    iteration: int = json.loads((folder / MANIFEST).read_text())['iteration']
-    return iteration
+    return json.loads((folder / MANIFEST).read_text())['iteration']
 
 
 class _Handler(BaseHTTPRequestHandler):

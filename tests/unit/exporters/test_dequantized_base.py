@@ -35,7 +35,8 @@ def from_mxfp4(folder: Path) -> Any:
     from transformers import Mxfp4Config
 
     _, _, options = MODELS['gpt_oss']
-    base = build('gpt_oss', models={'gpt_oss': (*MODELS['gpt_oss'][:2], {**options, **_MULTIPLES_OF_32})})
+    options = {**options, 'hidden_size': 64, 'intermediate_size': 32, 'head_dim': 16}  # multiples of 32, in all
+    base = build('gpt_oss', models={'gpt_oss': (*MODELS['gpt_oss'][:2], options)})
     base.bfloat16().save_pretrained(folder)
     packed = {}
     for name, tensor in load_file(folder / 'model.safetensors').items():
@@ -49,9 +50,6 @@ def from_mxfp4(folder: Path) -> Any:
     quantized(folder, packed, quant_method='mxfp4', modules_to_not_convert=['lm_head'])
     options = dict(quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
     return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-_MULTIPLES_OF_32 = {'hidden_size': 64, 'intermediate_size': 32, 'head_dim': 16}
 
 
 def from_fp8(folder: Path) -> Any:

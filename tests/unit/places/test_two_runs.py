@@ -161,19 +161,19 @@ def orders(n_first: int, n_second: int) -> Iterator[list[str]]:
         yield [SECOND if number in places else FIRST for number in range(n_first + n_second)]
 
 
-def alone(manifest: bytes, max_keep: int, run: str, work: str) -> int:
-    """How many requests a run makes for something if the other makes none."""
+def alone(manifest: bytes, max_keep: int, run: str) -> int:
+    """How many requests a run makes if the other makes none."""
     place = Place(manifest, max_keep, [])
-    place.turns.run({run: {'publish': place.publish, 'claim': place.runs[run].claim}[work]})
+    place.turns.run({run: place.publish if run == FIRST else place.runs[run].claim})
     return place.turns.n_requests[run]
 
 
 @pytest.mark.parametrize('max_keep', [1, 3])
 def test_a_claim_at_every_point_of_a_publish(manifest, max_keep):
     """After each request the pointer names a complete save; then the later run goes on, and the earlier one stops."""
-    n_claim = alone(manifest, max_keep, SECOND, 'claim')
+    n_claim = alone(manifest, max_keep, SECOND)
     n_publish = 20  # and the look at the claim of the next save
-    assert alone(manifest, max_keep, FIRST, 'publish') > n_publish
+    assert alone(manifest, max_keep, FIRST) > n_publish
     for order in orders(n_publish, n_claim):
         place = Place(manifest, max_keep, order)
         place.turns.run({FIRST: place.publish, SECOND: place.runs[SECOND].claim})

@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.errors import AgreedError, TargetError
 from xhf_hooks.options import RunOptions
-from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.telemetry import RunLog
@@ -48,10 +48,6 @@ def no_run_before(caplog):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def step(number: int) -> Step:
-    return Step('iter', number, number)
-
-
 def ended(saves: CheckpointManager) -> CheckpointManager:
     saves._saver.background.wait()
     return saves
@@ -65,14 +61,14 @@ def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_pa
     saves = Run().begin(tmp_path / 'hf_model', async_save=True, on_error=on_error)
     with monkeypatch.context() as disk:
         disk.setattr(OutputFile, 'write', full)
-        saves.save(step(20))
+        saves.save(iteration(20))
         ended(saves)
     if on_error == 'raise':
         with pytest.raises(AgreedError, match='No space left'):
             saves.look()
     saves.look()
     assert 'iter_20' in caplog.text
-    saves.save(step(40))
+    saves.save(iteration(40))
     ended(saves).look()
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert told.startswith(
@@ -91,7 +87,7 @@ def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, cap
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         for number in range(1, 9):
-            saves.save_if_asked(step(number))
+            saves.save_if_asked(iteration(number))
     assert assert_whole(tmp_path / 'two' / 'hf_model') > 0
 
 
@@ -114,7 +110,7 @@ def test_runs_that_go_on_stay(tmp_path):
     with pytest.raises(TargetError, match='where another hook of this run saves: is it listed twice in custom_hooks'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
-        saves.save(step(1))
+        saves.save(iteration(1))
         assert assert_whole(folder) == 1
     over.set()
     thread.join()
@@ -150,7 +146,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     elif 'upload_to' in more:
         more = {'upload_to': (tmp_path / 'stored').as_uri()}
     run = Run()
-    run.begin(tmp_path / 'hf_model', async_save=True, **more).save(step(1))
+    run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
     ended(run.saves[0])
     run.saves[0]._listeners.wait(float('inf'))
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
