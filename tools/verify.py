@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from xhf_hooks.cli.verify import main
+from xhf_commands import verify
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(verify())

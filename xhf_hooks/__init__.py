@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.registry import register_hook
-from xhf_hooks.system.versions import __version__
+from xhf_hooks.system.versions import __version__, require_packages
 
 if TYPE_CHECKING:
     from xhf_hooks.hooks import HFCheckpointHook
@@ -30,6 +30,7 @@ def __getattr__(name: str) -> Any:
     if name == 'HFCheckpointHook':
         return _hook()
     if name == 'HFCheckpointCallback':
+        require_packages('torch', 'transformers')
         from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
         return HFCheckpointCallback

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.system.versions import refuse_outdated
+from xhf_hooks.system.versions import require_packages
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 LlavaFormat = Literal['xtuner', 'huggingface']
@@ -227,7 +227,7 @@ class _Options:
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
 
     def __post_init__(self) -> None:
-        refuse_outdated(*self.needs)
+        require_packages(*self.needs)
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
             if value is not None or option.default is not None:

@@ -89,6 +89,12 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
         ['checkpoint-16', 'hf_model', 'hf_model_iter_8'],
     ),
     'at_the_end': (dict(dtype='float32'), {}, zero_config(3), ['hf_model']),
+    'trackers': (
+        dict(save_strategy='steps', save_steps=3, on_saved=['echo', '{"acc": 0.5}']),
+        dict(report_to=['tensorboard'], logging_steps=1),
+        zero_config(3),
+        ['hf_model', 'hf_model_on_saved', 'runs'],
+    ),
 }
 
 
@@ -137,6 +143,23 @@ def test_trainer_writes_the_same(results):
         found = folder_tensors(root / name / 'hf_model')
         assert found.keys() == expected.keys()
         assert all(tensor.bfloat16().equal(expected[key]) for key, tensor in found.items())
+
+
+def test_trackers_get_the_numbers_of_each_save(results):
+    """At the step of the save, the last one too, and beside what Trainer itself reports."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    root, outcomes = results
+    check(outcomes, 'trackers')
+    (events,) = (root / 'trackers' / 'runs').rglob('events.*')
+    told = EventAccumulator(str(events))
+    told.Reload()
+    steps = {tag: [event.step for event in told.Scalars(tag)] for tag in told.Tags()['scalars']}
+    assert steps['train/hf_checkpoint/seconds'] == steps['train/hf_checkpoint/write_seconds'] == [3, 4]
+    assert steps['train/on_saved/hf_model/acc'][-1] == 4
+    assert steps['train/loss'] == [1, 2, 3, 4]
+    state = json.loads((root / 'gather' / 'checkpoint-4' / 'trainer_state.json').read_text())
+    assert [line['step'] for line in state['log_history'] if 'hf_checkpoint/seconds' in line] == [2]
 
 
 def test_ddp(results):

@@ -103,6 +103,17 @@ def test_load_tells_what_the_model_misses(copy, capsys):
         assert f'LlamaForCausalLM: 1 {words}' in said
 
 
+def test_a_class_that_transformers_lacks_is_no_damage(copy, capsys):
+    (copy / 'xhf_manifest.json').unlink()
+    edit_json(copy / 'config.json', architectures=['OwnLlama'])
+    assert run(copy, '--load') == SAME
+    said = 'unchecked  load        OwnLlama is not a class of transformers, and its code'
+    assert f'{said} is not in the folder: only code that has it can load it' in capsys.readouterr().out
+    edit_json(copy / 'config.json', auto_map={'AutoModelForCausalLM': 'own.OwnLlama'})
+    assert run(copy, '--load') == SAME
+    assert f'{said} in the folder may not run: add --trust-remote-code' in capsys.readouterr().out
+
+
 def test_load_an_adapter(model, tmp_path, capsys):
     """With peft, on the base model that its config names, or on another one."""
     adapter = tmp_path / 'adapter'

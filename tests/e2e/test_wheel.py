@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -88,9 +89,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder / 'iter_5.pth'
 
 
-def call(bare: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def call(bare: Path, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
     program, *arguments = map(str, words)
-    environment = {'PATH': f'{bare}:/usr/bin:/bin', 'HOME': '/nonexistent', 'HF_HUB_OFFLINE': '1'}
+    environment = {'PATH': f'{bare}:/usr/bin:/bin', 'HOME': '/nonexistent', 'HF_HUB_OFFLINE': '1'} | variables
     return subprocess.run([str(bare / program), *arguments], capture_output=True, text=True, env=environment, cwd='/')
 
 
@@ -144,3 +145,13 @@ def test_what_is_needed_beyond_is_said(bare):
     assert file.startswith(str(bare.parent)), 'the wheel, not this clone'
     assert 'No module' in isal and "pip install 'mmengine>=0.10.4'" in hook
     assert 'option tokenizer: expected a tokenizer or a folder' in tokenizer
+
+
+@pytest.mark.parametrize(
+    ('while_importing', 'status', 'said'),
+    [('mmengine', -signal.SIGINT, ''), ('transformers', 1, 'xhf-convert: interrupted; OUT was not written\n')],
+)
+def test_an_interrupted_command_prints_no_traceback(bare, checkpoint, tmp_path, while_importing, status, said):
+    (tmp_path / f'{while_importing}.py').write_text('import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n')
+    done = call(bare, 'xhf-convert', checkpoint, tmp_path / 'out', PYTHONPATH=tmp_path)
+    assert (done.returncode, done.stderr) == (status, said)

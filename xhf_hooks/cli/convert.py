@@ -18,7 +18,7 @@ from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
-from xhf_hooks.system.versions import refuse_outdated
+from xhf_hooks.system.versions import require_packages
 
 #: Exit statuses.
 DONE = 0
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     args = parse_args(argv)
     try:
-        refuse_outdated('torch', 'transformers')
+        require_packages('torch', 'transformers')
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
         if not args.json:
             _run(args)

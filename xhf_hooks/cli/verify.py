@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
 from xhf_hooks.options import LORA_MODES
-from xhf_hooks.system.versions import refuse_outdated
+from xhf_hooks.system.versions import require_packages
 
 if TYPE_CHECKING:
     from xhf_hooks.verify.compare import Comparison
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     args = parse_args(argv)
     try:
-        refuse_outdated('torch', 'transformers')
+        require_packages('torch', 'transformers')
         with redirect_stdout(sys.stderr):  # standard output is for the result alone
             is_good, result = _check(args) if args.b is None else _compare(args)
         if args.json:

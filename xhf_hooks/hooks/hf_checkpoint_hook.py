@@ -169,10 +169,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
 
     def _visualize(self, runner: Any, step: Step, numbers: Mapping[str, float]) -> None:
         if self.saves.collective.rank == 0:
-            try:
-                runner.visualizer.add_scalars(dict(numbers), step=step.iteration)
-            except Exception as error:  # of any backend; only this rank would end
-                self.saves.log.error(f'the visualizer failed and training goes on: {type(error).__name__}: {error}')
+            runner.visualizer.add_scalars(dict(numbers), step=step.iteration)
 
     def _step(self, runner: Any, epochs: int) -> Step:
         """The step of a save, in epochs if both the schedule and the train loop count epochs."""

@@ -9,11 +9,12 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
+from xhf_hooks.integrations.trackers import Trackers, callbacks_beside
 from xhf_hooks.options import CallbackOptions, explains
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
-from xhf_hooks.saves.telemetry import RunLog, show
+from xhf_hooks.saves.telemetry import RunLog, scalars, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
@@ -41,6 +42,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             show(self.logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
         log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
+        trackers = Trackers(callbacks_beside(self), args, state)
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             Path(self.out_dir or Path(args.output_dir, 'hf_model')),
@@ -49,8 +51,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             when=self._when(args, state),
             tokenizer=kwargs.get('processing_class'),
             run=state,
-            # Into Trainer's log, which goes into trainer_state.json
-            on_result=lambda step, numbers: state.log_history.append({**numbers, 'step': step.iteration}),
+            on_committed=lambda committed: trackers.report(committed.step, scalars(committed)),
+            on_result=trackers.report,
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -53,7 +53,7 @@ from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasio
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.system.versions import refuse_outdated
+from xhf_hooks.system.versions import require_packages
 
 _STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
@@ -114,7 +114,7 @@ class CheckpointManager:
         self._on_saved: OnSaved | None = None
         self._requests: SaveRequests | None = None
         if unwrapped.engine is not None:
-            refuse_outdated('deepspeed')
+            require_packages('deepspeed')
         self._open_run = OpenRun(run, self._places, self.close)
         self._open_run.close_earlier(log)
         with ExitStack() as ending:
@@ -244,7 +244,9 @@ class CheckpointManager:
             if self._saving.exception() is None or is_alone:
                 self.collect()
         while self._on_saved is not None and self._on_saved.results:
-            self._on_result(*self._on_saved.results.popleft())
+            step, numbers = self._on_saved.results.popleft()
+            with self._reporting(step):
+                self._on_result(step, numbers)
 
     @property
     def must_tell_after(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from functools import cache
+from importlib import util
 from importlib.metadata import PackageNotFoundError, version
 
 from xhf_hooks.errors import InstalledError
@@ -21,20 +21,24 @@ def package_versions() -> dict[str, str]:
     return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}
 
 
-def refuse_outdated(*names: str) -> None:
-    """Refuse versions that cannot work. A missing package is reported by what imports it.
+def require_packages(*names: str) -> None:
+    """Refuse to work without these packages, or with versions that cannot work.
 
     Raises:
-        InstalledError: One of these packages is too old.
+        InstalledError: One of them is missing or too old.
     """
     for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found = version(name)
-            if _parts(found) < _parts(LEAST[name]):
-                raise InstalledError(
-                    f'installed packages: expected {name} {LEAST[name]} or newer, found {name} {found}; '
-                    f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
-                )
+        try:
+            found = f'{name} {version(name)}'
+        except PackageNotFoundError:
+            if util.find_spec(name) is not None:  # a clone on PYTHONPATH, which has no metadata
+                continue
+            found = 'none'
+        if _parts(found) < _parts(LEAST[name]):  # none: 0.0.0
+            raise InstalledError(
+                f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; '
+                f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
+            )
 
 
 def _parts(text: str) -> tuple[int, ...]:

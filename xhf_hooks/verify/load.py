@@ -51,7 +51,13 @@ def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code:
     if (folder / 'adapter_config.json').is_file():
         model, problems = _load_adapter(folder, base, trust_remote_code)
     else:
-        model, problems = _load_model(folder, trust_remote_code)
+        config = strict_json.read(folder / 'config.json')
+        name = first_architecture(config.get('architectures'))
+        kind = class_named(name)
+        if kind is None and name is not None and (why := _why_not_loaded(config, trust_remote_code)):
+            report.add(UNCHECKED, 'load', f'{name} is not a class of transformers{why}')
+            return
+        model, problems = _load_model(folder, kind, trust_remote_code)
     name, secs = type(model).__name__, time.perf_counter() - started
     for kind, names in problems.items():
         if names:
@@ -88,11 +94,17 @@ def _text(model: Any, tokenizer: Any | None) -> torch.Tensor:
     return tokenizer(_PROMPT, return_tensors='pt').input_ids
 
 
-def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Any, Problems]:
+def _why_not_loaded(config: dict[str, Any], trust_remote_code: bool) -> str | None:
+    """Of a model whose class is not one of transformers; None if its code is in the folder and may run."""
+    if not config.get('auto_map'):
+        return ', and its code is not in the folder: only code that has it can load it'
+    return None if trust_remote_code else ', and its code in the folder may not run: add --trust-remote-code'
+
+
+def _load_model(folder: Path, kind: Any | None, trust_remote_code: bool) -> tuple[Any, Problems]:
     import transformers
 
-    name = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
-    kind = class_named(name) or transformers.AutoModelForCausalLM
+    kind = kind or transformers.AutoModelForCausalLM
     return load_and_tell(kind, str(folder), trust_remote_code=trust_remote_code)
 
 

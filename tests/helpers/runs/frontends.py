@@ -80,8 +80,8 @@ def make_trainer(
     from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
     torch.manual_seed(0)
-    arguments = {'max_steps': 4, 'save_strategy': 'no', 'per_device_train_batch_size': 1, **arguments}
-    machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', report_to=[], disable_tqdm=True)
+    arguments = {'max_steps': 4, 'save_strategy': 'no', 'report_to': [], 'per_device_train_batch_size': 1} | arguments
+    machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', disable_tqdm=True)
     model = odd_llama() if model is None else model
     return Trainer(
         model=model,

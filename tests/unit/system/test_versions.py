@@ -7,6 +7,7 @@ import pytest
 from xhf_hooks.cli import convert, verify
 from xhf_hooks.errors import InstalledError
 from xhf_hooks.system import versions
+from xhf_hooks.system.versions import require_packages
 
 NEW = {'torch': '2.13.0+cpu', 'transformers': '5.23.0', 'deepspeed': '0.19.6', 'mmengine': '0.10.7'}
 
@@ -43,3 +44,19 @@ def test_the_commands_tell_it(has, capsys, command, tmp_path):
     has(torch='2.3.0', transformers='5.23.0')
     assert command.main([str(tmp_path), str(tmp_path / 'out')]) == 2
     assert 'expected torch 2.4 or newer, found torch 2.3.0' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('what', ['save_hf', 'HFCheckpointCallback'])
+def test_what_is_missing_is_told_with_its_remedy(has, monkeypatch, what, tmp_path):
+    import xhf_hooks
+
+    has(torch='2.13.0')
+    monkeypatch.setattr(versions.util, 'find_spec', lambda name: None)
+    with pytest.raises(InstalledError) as told:
+        getattr(xhf_hooks, what)(None, tmp_path / 'out')
+    assert 'found none' in str(told.value) and "pip install 'transformers>=4.46'" in str(told.value)
+
+
+def test_a_package_without_metadata_is_not_missing(has):
+    has(torch='2.13.0')
+    require_packages('torch', 'pytest')
