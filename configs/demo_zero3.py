@@ -36,9 +36,9 @@ block_length = 128  # tokens in one training sample
 batch_size = 4  # samples per process and iteration
 
 # Schedule, in iterations
-max_iters = 200
+max_iters = 150
 warmup_iters = 20
-save_interval = 80  # both kinds of checkpoint: at 80, 160 and, because it is the last, 200
+save_interval = 60  # both kinds of checkpoint: at 60, 120 and, because it is the last, 150
 log_interval = 10
 
 # Optimizer

@@ -9,6 +9,7 @@ release = __version__
 
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'furo'
+smartquotes = False  # 'continue' is a value to copy
 # Included by other pages
 exclude_patterns = ['_build', 'bench/*.md']
 html_title = f'xhf_hooks {release}'

@@ -15,7 +15,7 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import save_model, save_tokenizer
 from tests.helpers.ranks.launch import run_program, run_ranks
 from xhf_hooks import HFCheckpointHook
 from xhf_hooks.cli import verify
@@ -70,18 +70,10 @@ def code(containing: str, page: str = 'README.md') -> str:
     return found
 
 
-#: Half of the iterations
-SHORT_DEMO = [
-    *('train_cfg.max_iters=100', 'param_scheduler.1.end=100', 'default_hooks.checkpoint.interval=40'),
-    'default_hooks.logger.interval=1',
-]
-
-
 @pytest.fixture(scope='module')
 def demo_folder():
     """What `bash tools/demo.sh` leaves; it checks by itself that the loss fell and the folder generates."""
-    command = ['bash', 'tools/demo.sh', '--cfg-options', *SHORT_DEMO]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run(['bash', 'tools/demo.sh'], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     assert 'Loss:' in finished.stdout
     return max((ROOT / 'work_dirs' / 'demo').glob('*/hf_model'))
@@ -143,15 +135,14 @@ def test_the_config_lines_configure_the_hook(words):
 
 
 def test_what_stands_alone_can_be_used():
-    """The import to add to XTuner's configs, the recipe after each save, the lines of the callback."""
+    """The import to add to XTuner's configs, and the recipe after each save."""
     (lines,) = blocks('diff')
     after = lines.splitlines()[0]
     found: dict[str, Any] = {}
-    for text in (after.removeprefix('+'), code('lm_eval', 'on-saved.md'), code('HFCheckpointCallback', 'trainers.md')):
+    for text in (after.removeprefix('+'), code('lm_eval', 'on-saved.md')):
         exec(text, found)
     hook = found['HFCheckpointHook'](on_saved=found['on_saved'])
     assert hook.on_saved[-2:] == ('{path}', '{output}/lm_eval')
-    assert type(found['callbacks'][0]).__name__ == 'HFCheckpointCallback'
 
 
 def test_a_server_loads_each_save(tmp_path):
@@ -174,6 +165,35 @@ def test_a_server_loads_each_save(tmp_path):
     assert all(tensor.equal(server.tensors[name]) for name, tensor in saved.items())
     answer = json.loads((tmp_path / 'hf_model_on_saved' / 'iter_6' / 'output.log').read_text())
     assert answer['success'] is True
+
+
+def trains_with(on_saved: str, environment: dict[str, str], folder: Path) -> None:
+    """Train three steps; a command of ``on_saved`` has these variables."""
+    from unittest.mock import patch
+
+    from tests.helpers.runs import frontends as doors
+
+    with patch.dict(os.environ, environment):
+        doors.make_trainer(folder, dict(on_saved=on_saved), max_steps=3).train()
+
+
+def test_each_save_is_a_commit_on_the_hub(tmp_path):
+    """The recipe, up to the requests: a message, all files of the save, and none of the shards before it."""
+    from tests.helpers.checks.hub import hub_with
+
+    found: dict[str, Any] = {}
+    exec(code('hf upload', 'on-saved.md'), found)
+    with hub_with('model-00001-of-00002.safetensors', 'README.md') as hub:
+        path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
+        environment = dict(
+            HF_ENDPOINT=hub.url, HF_TOKEN='hf_token', HF_HUB_OFFLINE='0', HF_HUB_DISABLE_XET='1', PATH=path
+        )
+        run_ranks(trains_with, 1, found['on_saved'], environment, tmp_path)
+    log = (tmp_path / 'hf_model_on_saved' / 'iter_3' / 'output.log').read_text()
+    (commit,) = hub.commits or pytest.fail(log)
+    assert commit.message == 'iter_3, trained from organization/base'
+    assert commit.files == {file.name: file.read_bytes() for file in (tmp_path / 'hf_model').iterdir()}
+    assert commit.deleted == ['model-00001-of-00002.safetensors']
 
 
 def test_the_lines_that_let_mmengine_resume(tmp_path):
@@ -234,6 +254,33 @@ def trains_by(lines: str, folder: Path) -> None:
 def test_the_lines_for_trainer_save(tmp_path):
     run_ranks(trains_by, 1, code('callbacks=[HFCheckpointCallback()]'), tmp_path)
     assert verify.main([str(tmp_path / 'hf_model'), '--load']) == verify.SAME
+
+
+def trains_as_shown(lines: str, folder: Path) -> None:
+    """Run the whole call of Trainer, for a few steps on the CPU. Runs on: all ranks."""
+    from tests.helpers.runs import frontends as doors
+    from tests.helpers.runs.zero_config import zero_config
+
+    (folder / 'zero3.json').write_text(json.dumps(zero_config(3) | {'train_micro_batch_size_per_gpu': 'auto'}))
+    for shown, here in {
+        'bf16=True': "bf16=True, use_cpu=True, ddp_backend='gloo'",
+        "'out'": repr(str(folder / 'out')),
+        "'zero3.json'": repr(str(folder / 'zero3.json')),
+        "'path/of/the/base'": repr(str(folder / 'base')),
+        '1000': '4',
+        '500': '2',
+    }.items():
+        assert shown in lines, shown
+        lines = lines.replace(shown, here)
+    with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        exec(lines, dict(data=doors.Sequences()))
+
+
+def test_the_whole_call_of_trainer_saves(tmp_path):
+    save_model('llama', tmp_path / 'base')
+    run_ranks(trains_as_shown, 2, code('save_steps=500', 'trainers.md'), tmp_path)
+    assert sorted(path.name for path in (tmp_path / 'out').glob('hf*')) == ['hf_model', 'hf_model_iter_2']
+    assert verify.main([str(tmp_path / 'out' / 'hf_model'), '--load']) == verify.SAME
 
 
 def saves_by(lines: str, stage: int | None, folder: Path) -> None:
