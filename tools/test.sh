@@ -40,20 +40,9 @@ need_debian_packages() {
 # The simulated device, and DeepSpeed's operator for NVMe: compiled while the first tests run; those in need wait.
 compile_operators() {
     use_env .venv
-    rm -f .torch_extensions/*/lock
+    rm -f .torch_extensions/*/lock "$TORCH_EXTENSIONS_DIR"/*/lock # left by an interrupted run
     nice python -c 'from tests.helpers.ranks.simulated_device import extension; extension()'
-    rm -f "$TORCH_EXTENSIONS_DIR/async_io/lock"
-    local CXX_ITSELF PRECOMPILED=$TORCH_EXTENSIONS_DIR/precompiled
-    CXX_ITSELF=$(command -v c++)
-    export CXX_ITSELF PRECOMPILED
-    rm -rf "$PRECOMPILED" # left by an interrupted run
-    mkdir -p "$PRECOMPILED"
-    ln -sf "$PWD/tools/cxx_async_io.sh" "$PRECOMPILED/c++"
-    # Nothing can continue from a partial build
-    PATH=$PRECOMPILED:$PATH nice python -c '
-from deepspeed.ops.op_builder import AsyncIOBuilder
-AsyncIOBuilder().load()' || rm -rf "$TORCH_EXTENSIONS_DIR/async_io"
-    rm -r "$PRECOMPILED"
+    nice python -c 'from tests.helpers.ranks.async_io import load_async_io; load_async_io()'
 }
 
 lint() {

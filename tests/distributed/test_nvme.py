@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.ranks.async_io import load_async_io
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import engines
 from tests.helpers.runs.engines import train_one_step, zero_engine
@@ -69,6 +70,7 @@ def count_on_nvme(engine: Any) -> dict[str, int]:
 
 def train_and_save(name: str, root: Path) -> tuple[dict[str, int], list[str]]:
     """What is on NVMe, and errors of saves while a parameter's swap file is gone. Runs on: all ranks."""
+    load_async_io()
     engine = build_engine(name, root)
     save_folder(engine.module, root / name / 'before training')
     save_folder(engine.module, root / name / 'masters before training', dtype='float32')
