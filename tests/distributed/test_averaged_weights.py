@@ -1,7 +1,5 @@
 """Runs with MMEngine's EMAHook: what is exported is what was scored, and what CheckpointHook writes, byte for byte."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -9,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks.cli.convert import BAD_INPUT, main
 from xhf_hooks.cli.verify import main as verify
 
 EMA = dict(type='EMAHook', momentum=0.1)
@@ -41,6 +44,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@HOOKS.register_module()
+class NoteScoredWeights(Hook):
+    """Writes ``scored_<iteration>.pt``: the model while validation has its weights."""
+
+    priority = 'LOWEST'
+
+    def before_val_epoch(self, runner: Any) -> None:
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        if runner.rank == 0:
+            torch.save(model.llm.state_dict(), Path(runner.log_dir) / f'scored_{runner.iter}.pt')
+
+
 def run(
     work_dir: Path,
     *,
@@ -51,33 +66,11 @@ def run(
     **options: Any,
 ) -> str:
     """A run, which notes the weights that validation scores; gives its log_dir. Runs on: all ranks."""
-    from tests.helpers.runs.toy_run import run_config, train
-
-    _register_note()
     if scores is not None:
         hook = dict(hook, save_best='acc')
     options |= dict(hook=hook, stage=stage, ddp=stage is None, scores=scores)
     hooks = [*([] if ema is None else [ema]), dict(type='NoteScoredWeights')]
     return train(run_config(work_dir, hooks=hooks, **options)).log_dir
-
-
-def _register_note() -> None:
-    """Here, and not where the test process would have to import MMEngine."""
-    from mmengine.hooks import Hook
-    from mmengine.model import is_model_wrapper
-    from mmengine.registry import HOOKS
-
-    class NoteScoredWeights(Hook):
-        """Writes ``scored_<iteration>.pt``: the model while validation has its weights."""
-
-        priority = 'LOWEST'
-
-        def before_val_epoch(self, runner: Any) -> None:
-            model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-            if runner.rank == 0:
-                torch.save(model.llm.state_dict(), Path(runner.log_dir) / f'scored_{runner.iter}.pt')
-
-    HOOKS.register_module(module=NoteScoredWeights, force=True)
 
 
 def live(work_dir: Path) -> list[str]:
@@ -207,8 +200,6 @@ def test_the_live_ones_on_request(finished, tmp_path, capsys):
 
 def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):
     """CheckpointHook's ``published_keys`` leave out ``ema_state_dict``: only the averaged weights are left."""
-    from xhf_hooks.cli.convert import BAD_INPUT, main
-
     log_dir = log_dir_of(finished, 'begins_later')
     content = torch.load(log_dir.parent / 'iter_4.pth', weights_only=False)
     torch.save({key: content[key] for key in ('meta', 'state_dict')}, tmp_path / 'published.pth')

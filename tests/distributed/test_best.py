@@ -1,7 +1,5 @@
 """``save_best`` over several runs: no resume, and no new run, replaces the best model by a worse one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -10,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from mmengine.model import MMDistributedDataParallel
+from mmengine.registry import MODELS
+from mmengine.structures import BaseDataElement
+from transformers import LlamaForCausalLM
 
 from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run, saves
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.runs.toy_run import ToyLM, run_config, train
 
 BEST = dict(save_best='acc')
 #: Name to (options of a run, scores of each part, and after each part the folders and the iterations they are of).
@@ -38,8 +43,6 @@ def scored(work_dir: Path, scores: list[Any], until: int, **options: Any) -> str
 
 def resumed(root: Path, options: dict[str, Any], scores: list[list[Any]]) -> None:
     """A run and resumes from its last checkpoint, all of which save to ``root/out``. Runs on: all ranks."""
-    import torch.distributed as dist
-
     hook, done = dict(options['hook'], out_dir=str(root / 'out' / 'hf_model')), 0
     for part, some in enumerate(scores):
         done += 2 * len(some)
@@ -73,13 +76,6 @@ VAL_LOSSES = ((3.0, 4.0, 1.0), (3.0, 2.0, 5.0))
 
 def ranks_disagree(work_dir: Path) -> tuple[str, float]:
     """Under DDP, by MMEngine's own validation loss; log_dir and best score. Runs on: all ranks."""
-    import torch
-    import torch.distributed as dist
-    from mmengine.model import MMDistributedDataParallel
-    from mmengine.registry import MODELS
-    from mmengine.structures import BaseDataElement
-
-    from tests.helpers.runs.toy_run import ToyLM, run_config, train
 
     class Scored(ToyLM):
         n_batches = 0
@@ -99,15 +95,11 @@ def ranks_disagree(work_dir: Path) -> tuple[str, float]:
 
 def unknown_metric(root: Path) -> tuple[str, str]:
     """At the first validation; and one that a later validation lacks: that run's log_dir. Runs on: all ranks."""
-    from xhf_hooks.errors import XhfError
-
-    with pytest.raises(XhfError) as caught:
-        scored(root / 'first', [0.8, 0.9], 4, hook=dict(save_best='nonsense', rule='less'))
-    return str(caught.value), scored(root / 'later', [0.8, dict(loss=1.0), 0.9, float('nan')], 8)
+    first = error_of(scored, root / 'first', [0.8, 0.9], 4, hook=dict(save_best='nonsense', rule='less'))
+    return first, scored(root / 'later', [0.8, dict(loss=1.0), 0.9, float('nan')], 8)
 
 
 def no_score_ever(work_dir: Path) -> str:
-    """Runs on: all ranks."""
     return scored(work_dir, [float('nan'), {}], 4, hook=dict(save_best='acc', interval=-1, save_last=False))
 
 
@@ -121,7 +113,7 @@ def finished(tmp_path_factory):
     scenarios |= {
         one.__name__: partial(one, root / one.__name__) for one in (ranks_disagree, unknown_metric, no_score_ever)
     }
-    return root, run_scenarios(scenarios, 2, env=READS_OWN_CHECKPOINTS)
+    return run_scenarios(scenarios, 2, env=READS_OWN_CHECKPOINTS, root=root)
 
 
 def best_in(parent: Path) -> dict[str, int]:
@@ -131,11 +123,9 @@ def best_in(parent: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize('name', RESUMED)
 def test_a_worse_one_after_a_resume_replaces_nothing(finished, name):
-    from transformers import LlamaForCausalLM
-
-    check(finished[1], name)
+    check(finished, name)
     expected = RESUMED[name][2]
-    after = [finished[0] / name / f'after_{part}' for part in range(len(expected))]
+    after = [finished.root / name / f'after_{part}' for part in range(len(expected))]
     assert [best_in(folder) for folder in after] == expected
     for part in range(1, len(after)):
         for suffix, iteration in expected[part].items():
@@ -145,8 +135,8 @@ def test_a_worse_one_after_a_resume_replaces_nothing(finished, name):
 
 
 def test_manifest_says_what_it_is_the_best_of(finished):
-    check(finished[1], 'two_metrics')
-    manifests = (finished[0] / 'two_metrics' / 'out').glob('hf_model_*/xhf_manifest.json')
+    check(finished, 'two_metrics')
+    manifests = (finished.root / 'two_metrics' / 'out').glob('hf_model_*/xhf_manifest.json')
     assert {path.parent.name: json.loads(path.read_text())['best'] for path in manifests} == {
         'hf_model_best_acc': {'metric': 'acc', 'score': 0.95, 'rule': 'greater'},
         'hf_model_best_loss': {'metric': 'loss', 'score': 0.4, 'rule': 'less'},
@@ -154,19 +144,19 @@ def test_manifest_says_what_it_is_the_best_of(finished):
 
 
 def test_the_best_of_earlier_timestamps_and_work_dirs_counts(finished):
-    log_dirs = list(map(Path, check(finished[1], 'elsewhere')[0]))
+    log_dirs = list(map(Path, check(finished, 'elsewhere')[0]))
     assert [best_in(log_dir) for log_dir in log_dirs] == [{'best': 4}, {}, {'best': 10}]
     assert all('best acc so far: 0.9000' in log_of(log_dir) for log_dir in log_dirs[1:])
 
 
 def test_a_folder_of_another_metric_or_run_is_not_replaced_by_a_worse_model(finished):
-    (message,) = set(check(finished[1], 'another_metric'))
+    (message,) = set(check(finished, 'another_metric'))
     assert "hf_model_best holds the best save by 'acc', and a save by 'loss' would replace it" in message
-    assert best_in(finished[0] / 'metric' / 'out') == {'best': 4}
+    assert best_in(finished.root / 'metric' / 'out') == {'best': 4}
 
 
 def test_rank_0_decides_where_ranks_have_different_scores(finished):
-    (log_dir, best), other = check(finished[1], 'ranks_disagree')
+    (log_dir, best), other = check(finished, 'ranks_disagree')
     assert other == (log_dir, best) and best == min(VAL_LOSSES[0])
     assert best_in(Path(log_dir)) == {'best': 6}
     assert re.findall(r'saved (\w+) to hf_model_best', log_of(log_dir)) == ['iter_2', 'iter_6']
@@ -174,7 +164,7 @@ def test_rank_0_decides_where_ranks_have_different_scores(finished):
 
 def test_an_unknown_metric_is_an_error_at_the_first_validation(finished):
     """As in CheckpointHook. In a later one it is a save that failed, which ends no run."""
-    (message, log_dir), *others = check(finished[1], 'unknown_metric')
+    (message, log_dir), *others = check(finished, 'unknown_metric')
     assert others == [(message, log_dir)]
     assert "option save_best: expected one of the validation results ['acc'], found 'nonsense'" in message
     assert best_in(Path(log_dir)) == {'best': 6}
@@ -182,6 +172,6 @@ def test_an_unknown_metric_is_an_error_at_the_first_validation(finished):
 
 
 def test_a_run_that_has_saved_nothing_says_so(finished):
-    log = log_of(check(finished[1], 'no_score_ever')[0])
+    log = log_of(check(finished, 'no_score_ever')[0])
     assert 'WARNING - HFCheckpointHook: save_best: this validation has no results' in log
     assert 'WARNING - HFCheckpointHook: training has ended, and this run has saved nothing' in log

@@ -1,7 +1,5 @@
 """Real checkpoints of real engines, read back: what the hook saved at that moment, and what zero_to_fp32 gives."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.distributed.test_equivalence import build_model
 from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
 from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
+from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.errors import CheckpointError
 
 N_RANKS = 3  # nothing is shared out evenly
@@ -42,9 +43,6 @@ WITH_ZERO = [case for case, options in CASES.items() if options['stage'] and 'se
 
 
 def train_and_save(case: str, folder: Path) -> None:
-    """Runs on: all ranks."""
-    import torch
-
     options = CASES[case]
     model = build_model(case.partition('-')[0])
     if options.get('bf16') is False:
@@ -66,8 +64,6 @@ RUNS = {'first': False, 'load_from': True, 'load_from and resume': True}
 
 def go_on(folder: Path) -> None:
     """A run, one that begins with its weights, and one that resumes that. Runs on: all ranks."""
-    from tests.helpers.runs.toy_run import run_config, train
-
     begins: list[dict[str, Any]] = [
         dict(max_iters=4),
         dict(max_iters=2, load_from=str(folder / 'first' / 'iter_4.pth')),
@@ -82,40 +78,32 @@ def go_on(folder: Path) -> None:
 def launch(tmp_path_factory):
     root = tmp_path_factory.mktemp('checkpoints')
     scenarios = {case: partial(train_and_save, case, root / case) for case in CASES}
-    return root, run_scenarios({**scenarios, 'go_on': partial(go_on, root / 'go_on')}, N_RANKS)
+    return run_scenarios({**scenarios, 'go_on': partial(go_on, root / 'go_on')}, N_RANKS, root=root)
 
 
 @pytest.fixture
 def saved(launch, case):
-    check(launch[1], case)
-    return launch[0] / case
+    return launch.folder(case)
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_tells_what_it_is(saved, case):
+def test_reads_what_the_hook_saved_and_tells_what_it_is(saved, case):
     kind, options = case.partition('-')[0], CASES[case]
     source = open_checkpoint(saved / 'checkpoint')
     facts = {'engine': 'deepspeed', 'zero_stage': options['stage'], 'world_size': N_RANKS, 'layout': 'deepspeed'}
-    assert facts.items() <= source.facts.items()
-    assert source.iteration == STEPS and source.warnings == []
-    assert not any('only the file names' in told for told in source.unproven)
+    assert facts.items() <= source.facts.items() and source.iteration == STEPS
+    assert source.warnings == [] and not any('only the file names' in told for told in source.unproven)
 
-    specs = source.specs()
-    model = build_model(kind)
-    assert [spec.name for spec in specs] == [name for name, _ in model.named_parameters()]
+    parameters, specs = dict(build_model(kind).named_parameters()), source.specs()
+    assert [spec.name for spec in specs] == list(parameters)
     assert [spec.aliases for spec in specs if spec.aliases] == ([('lm_head.weight',)] if kind == 'tied' else [])
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     # Without ZeRO they have no names, unless DeepSpeed takes the optimizer of stage 1, as 0.16 does
     has_masters = bool(source.found.optim_files) and options.get('bf16', True)
-    assert [spec.name for spec in specs if spec.has_master] == (trained if has_masters else [])
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad and has_masters]
+    assert [spec.name for spec in specs if spec.has_master] == trained
 
-
-@pytest.mark.parametrize('case', CASES)
-def test_reads_what_the_hook_saved(saved, case):
-    source = open_checkpoint(saved / 'checkpoint')
-    first_names = [spec.name for spec in source.specs()]
-    as_trained = {name: tensor for name, tensor in read_all(source).items() if name in first_names}
-    masters = {name: tensor for name, tensor in read_all(source, from_master=True).items() if name in first_names}
+    as_trained = {name: tensor for name, tensor in read_all(source).items() if name in parameters}
+    masters = {name: tensor for name, tensor in read_all(source, from_master=True).items() if name in parameters}
     assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
     assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
     if 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
@@ -124,8 +112,6 @@ def test_reads_what_the_hook_saved(saved, case):
 
 @pytest.mark.parametrize('case', WITH_ZERO)
 def test_masters_are_what_zero_to_fp32_gives(saved, case):
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     kind, options = case.partition('-')[0], CASES[case]
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(saved / 'checkpoint'))
     ours = read_all(open_checkpoint(saved / 'checkpoint'), from_master=True)
@@ -176,9 +162,7 @@ def test_files_of_other_ranks_and_steps_are_refused_or_told(saved, case, mix, tm
 @pytest.mark.parametrize('name', RUNS)
 def test_runs_that_began_with_a_checkpoint(launch, name):
     """Steps of the engine go on where those of the optimizer may begin anew."""
-    root, results = launch
-    check(results, 'go_on')
-    source = open_checkpoint(root / 'go_on' / name)
+    source = open_checkpoint(launch.folder('go_on') / name)
     assert read_all(source)
     # As if the optimizer's files were of an earlier step
     assert [('has made' in told) for told in source.warnings] == [True] * RUNS[name]

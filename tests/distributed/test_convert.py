@@ -1,7 +1,5 @@
 """Checkpoints of real runs, converted, against what the hook wrote at that iteration and what their own tools give."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -10,27 +8,49 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.checks.config_fields import assert_same_config, config_fields
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
-from tests.helpers.models.adapted import EXPERTS, is_known_to_peft
-from tests.helpers.models.zoo import available
+from tests.helpers.models.adapted import EXPERTS, adapt, is_known_to_peft
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.zoo import available, build
+from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
-from tests.helpers.runs.frontends import trainer_run
-from tests.helpers.runs.old_runs import (
-    MIXED_WAYS,
-    MMENGINE_RUNS,
-    accelerate_run,
-    below_a_wrapper,
-    mixed_base,
-    mmengine_run,
-    plain_deepspeed,
-    trainer_with_tokens,
-)
+from tests.helpers.runs.engines import save_folder, zero_engine
+from tests.helpers.runs.frontends import fresh_accelerate, trainer_run
+from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
+from xhf_hooks.convert import weights
 
+#: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.
+MMENGINE_RUNS: dict[str, dict[str, Any]] = {
+    'zero0': dict(stage=0),
+    'zero1_frozen': dict(stage=1, model=dict(freeze='embed_tokens')),
+    'zero2_tied': dict(stage=2, model=dict(tied=True)),
+    'zero2_weights_only': dict(
+        stage=2, checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2, save_optimizer=False)
+    ),
+    'zero2_epochs': dict(stage=2, epochs=1, checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1)),
+    'zero3': dict(stage=3),
+    'zero3_frozen_tied': dict(stage=3, model=dict(freeze='mlp', tied=True)),
+    'zero3_fp32_training': dict(stage=3, bf16=False),
+    'runner': dict(stage=None, ddp=True),
+    'zero2_lora': dict(stage=2, model=dict(lora=True), hook=dict(lora='both')),
+    'zero3_lora': dict(stage=3, model=dict(lora=True), hook=dict(lora='both')),
+}
+#: Ways to save a model from a base of mixed dtypes.
+MIXED_WAYS: dict[str, dict[str, Any]] = {
+    'positional': dict(writer='positional'),
+    'stream': dict(writer='stream', in_background=True),
+    'gather': dict(writer='gather'),
+}
 #: Name to the arguments of ``plain_deepspeed``: engines without a trainer.
 PLAIN: dict[str, dict[str, Any]] = {
     'mixtral_zero2': dict(family='mixtral', stage=2),
@@ -48,7 +68,6 @@ MIXED: dict[str, tuple[str, int, str]] = {
     't5_zero2': ('t5', 2, 'float16'),
     **({'deepseek_v3_zero3': ('deepseek_v3', 3, 'bfloat16')} if available('deepseek_v3') else {}),
 }
-TRAINER_STAGES = (2, 3)
 #: Runs of Trainer with tokens and a chat template of their own; name to (family, stage, LoRA options).
 WITH_TOKENS: dict[str, tuple[str, int, dict[str, Any] | None]] = {
     'tokens_full_zero3': ('llama', 3, None),
@@ -63,13 +82,121 @@ LOST_TOKENS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def trained_by_trainer(stage: int, folder: Path) -> None:
-    """``folder/checkpoint-2``, which also holds the model that Trainer saved. Runs on: all ranks."""
-    from tests.helpers.models.zoo import build
+# The runs, in the layouts that can be converted: each function runs on all ranks
 
+
+def mmengine_run(name: str, work_dir: Path) -> str:
+    """A run with the hook; returns its log_dir. Adapters are trained from ``work_dir/base``."""
+    options = {'hook': {}, **MMENGINE_RUNS[name]}
+    if 'lora' in options['hook']:
+        save_base(odd_llama(), work_dir / 'base')
+        options['model'] = {**options['model'], 'base': str(work_dir / 'base')}
+    return train(run_config(work_dir, **options)).log_dir
+
+
+def save_base(model: Any, folder: Path) -> None:
+    """Save a base model with a generation config and a tokenizer."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+        save_tokenizer(folder, 131)
+    dist.barrier()
+
+
+def plain_deepspeed(
+    folder: Path,
+    *,
+    family: str,
+    stage: int,
+    lora: dict[str, Any] | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Train an engine without MMEngine: ``folder/checkpoint``, and the hook's exports beside it.
+
+    The base model is in ``folder/base``. LoRA runs are exported both as adapter and merged.
+    """
+    built = build(family).bfloat16()
+    save_base(built, folder / 'base')
+    model = type(built).from_pretrained(folder / 'base', torch_dtype=torch.bfloat16)
+    trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
+    engine = _trained_engine(trained, stage, folder, exclude_frozen_parameters=exclude_frozen_parameters)
+    for mode in [None] if lora is None else ['adapter', 'both']:
+        save_hf(engine, folder / f'hook_{mode or "full"}', lora=mode)
+
+
+def _trained_engine(model: Any, stage: int, folder: Path, **options: Any) -> Any:
+    """With its checkpoint after two steps."""
+    engine = zero_engine(model, stage)
+    ids = torch.arange(24).reshape(2, 12) % 131
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='global_step2', **options)
+    return engine
+
+
+def below_a_wrapper(folder: Path) -> None:
+    """A checkpoint as Lightning has it: a model and a small module, below a wrapper; and the hook's export."""
+    model = build('llama').bfloat16()
+    model.generation_config.update(do_sample=True, temperature=0.6)
+    save_base(model, folder / 'base')
+    model.config._name_or_path = model.name_or_path = str(folder / 'base')
+    wrapper, task = torch.nn.Module(), torch.nn.Module()
+    task.model, task.temperature = model, torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+    wrapper._forward_module = task
+    engine = zero_engine(wrapper, 2)
+    engine.save_checkpoint(str(folder / 'checkpoint'), tag='checkpoint')
+    save_hf(engine, folder / 'hook')
+
+
+def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
+    """As :func:`plain_deepspeed`, from a base in bf16 with norms in fp32; saved with ``dtype`` by every writer."""
+    model, base = build(family).bfloat16(), folder / 'base'
+    if dist.get_rank() == 0:
+        model.save_pretrained(base)
+        tensors = {n: t.float() if 'norm' in n else t for n, t in load_file(base / 'model.safetensors').items()}
+        save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
+    dist.barrier()
+    model.config._name_or_path = model.name_or_path = str(base)
+    engine = _trained_engine(model, stage, folder)
+    for way, how in MIXED_WAYS.items():
+        save_folder(engine.module, folder / way, dtype=dtype, **how)
+
+
+def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
+    """A Trainer run with tokens and a chat template of its own, and the callback: ``run``, from ``base``."""
+    built, base = build(family, models=MODELS), folder / 'base'
+    built.generation_config.update(do_sample=True, temperature=0.6)
+    save_base(built, base)
+    model = type(built).from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(['<call>', '<reply>'])
+    tokenizer.chat_template = "{% for m in messages %}<call>{{ m['content'] }}<reply>{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    options = {} if lora is None else {'lora': 'both'}
+    trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
+    arguments = dict(max_steps=2, save_strategy='steps', save_steps=2, model=trained, tokenizer=tokenizer)
     gather = {'stage3_gather_16bit_weights_on_model_save': True} if stage == 3 else {}
-    arguments = dict(max_steps=2, save_strategy='steps', save_steps=2, model=build('qwen2'))
-    trainer_run(None, arguments, zero_config(stage, **gather), folder)
+    trainer_run(options, arguments, zero_config(stage, **gather), folder / 'run')
+
+
+def accelerate_run(folder: Path) -> None:
+    """An Accelerate run from ``base``: its ``save_state`` in ``state``, its own save in ``own``, ours in ``hook``."""
+    # Small parameters stay whole, the default: else Accelerate saves empty ones with DeepSpeed 0.16.2 on a CPU
+    zero = dict(stage3_gather_16bit_weights_on_model_save=True, stage3_param_persistence_threshold=100_000)
+    with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(3, **zero)))
+        built = build('llama')
+        save_base(built, folder / 'base')
+        model = type(built).from_pretrained(folder / 'base')
+        engine, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        ids = torch.arange(24).reshape(2, 12) % 131
+        accelerator.backward(engine(input_ids=ids, labels=ids).loss)
+        accelerator.save_state(str(folder / 'state'))
+        weights = accelerator.get_state_dict(engine)
+        if accelerator.is_main_process:
+            accelerator.unwrap_model(engine).save_pretrained(folder / 'own', state_dict=weights)
+        accelerator.wait_for_everyone()
+        save_hf(engine, folder / 'hook')
 
 
 @pytest.fixture(scope='module')
@@ -78,17 +205,16 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
     scenarios |= {name: partial(plain_deepspeed, root / name, **options) for name, options in PLAIN.items()}
     scenarios |= {name: partial(mixed_base, *mixed, root / name) for name, mixed in MIXED.items()}
-    scenarios |= {f'trainer{n}': partial(trained_by_trainer, n, root / f'trainer{n}') for n in TRAINER_STAGES}
     scenarios['below_a_wrapper'] = partial(below_a_wrapper, root / 'below_a_wrapper')
     scenarios |= {
         name: partial(trainer_with_tokens, *how, root / name) for name, how in (WITH_TOKENS | LOST_TOKENS).items()
     }
     scenarios['accelerate'] = partial(accelerate_run, root / 'accelerate')
-    return root, run_scenarios(scenarios, 2)
+    return run_scenarios(scenarios, 2, root=root)
 
 
 def export_of(finished: Any, name: str) -> Path:
-    return Path(check(finished[1], name)[0]) / 'hf_model'
+    return Path(check(finished, name)[0]) / 'hf_model'
 
 
 @pytest.mark.parametrize('name', MMENGINE_RUNS)
@@ -96,7 +222,7 @@ def test_the_hooks_bytes(finished, name, tmp_path):
     """From the work_dir alone, whose last checkpoint is taken, and whose hook tells what was trained."""
     expected = export_of(finished, name)
     options = ('--lora', 'both') if 'lora' in name else ()
-    folder = convert(finished[0] / name, tmp_path / 'out', '--workers', '3', *options)
+    folder = convert(finished.root / name, tmp_path / 'out', '--workers', '3', *options)
     assert_same_files(folder, expected)
     if 'lora' in name:
         assert {'adapter', 'generation_config.json', 'tokenizer.json'} <= {path.name for path in folder.iterdir()}
@@ -109,7 +235,7 @@ def test_the_hooks_bytes(finished, name, tmp_path):
 
 def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
     base = export_of(finished, 'zero3')
-    checkpoint = finished[0] / 'zero3' / 'iter_2.pth'
+    checkpoint = finished.root / 'zero3' / 'iter_2.pth'
     folder = convert(checkpoint, tmp_path / 'out', '--base', base, '--max-shard-size', '20KB', '--verify')
     sharded, last = folder_tensors(folder), folder_tensors(base)
     assert len(list(folder.glob('*.safetensors'))) > 3 and sharded.keys() == last.keys()
@@ -120,8 +246,8 @@ def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
 
 def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
     base = export_of(finished, 'zero3')
-    exact = folder_tensors(convert(finished[0] / 'zero3', tmp_path / 'a', '--base', base, '--dtype', 'float32'))
-    rounded = folder_tensors(convert(finished[0] / 'zero3', tmp_path / 'b', '--base', base, '--dtype', 'float16'))
+    exact = folder_tensors(convert(finished.root / 'zero3', tmp_path / 'a', '--base', base, '--dtype', 'float32'))
+    rounded = folder_tensors(convert(finished.root / 'zero3', tmp_path / 'b', '--base', base, '--dtype', 'float16'))
     assert all(torch.equal(tensor, exact[name].half()) for name, tensor in rounded.items())
     assert not all(torch.equal(tensor, exact[name].bfloat16().half()) for name, tensor in rounded.items())
 
@@ -131,11 +257,8 @@ def test_float16_is_rounded_once_from_the_master(finished, tmp_path):
 )
 def test_engines_without_a_trainer(finished, name, mode, tmp_path, monkeypatch):
     """Experts are unfused; what is frozen comes from the checkpoint, or from the base under the names that it has."""
-    from xhf_hooks.convert import weights
-
     monkeypatch.setattr(weights, 'PART_NBYTES', 4096)  # so that what is merged lies across parts, and between
-    check(finished[1], name)
-    folder = finished[0] / name
+    folder = finished.folder(name)
     options = ['--lora', mode] if 'lora' in name else ['--base', folder / 'base']
     if mode == 'adapter':  # its adapter_config.json says what was trained, and names the base model
         options += ['--base', folder / 'hook_adapter']
@@ -146,8 +269,7 @@ def test_engines_without_a_trainer(finished, name, mode, tmp_path, monkeypatch):
 
 
 def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, capsys):
-    check(finished[1], 'below_a_wrapper')
-    folder = finished[0] / 'below_a_wrapper'
+    folder = finished.folder('below_a_wrapper')
     found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base')
     assert_same_files(found, folder / 'hook')
     assert json.loads((found / 'generation_config.json').read_text())['temperature'] == 0.6
@@ -158,8 +280,7 @@ def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, cap
 @pytest.mark.parametrize('name', MIXED)
 def test_fp32_tensors_are_the_masters_whatever_writes_them(finished, name, tmp_path):
     """What dtype makes fp32 is read from the master weights, and all else from the 16-bit weights."""
-    check(finished[1], name)
-    folder, dtype = finished[0] / name, MIXED[name][2]
+    folder, dtype = finished.folder(name), MIXED[name][2]
     exact = folder_tensors(
         convert(folder / 'checkpoint', tmp_path / 'wide', '--base', folder / 'base', '--dtype', 'float32')
     )
@@ -182,26 +303,10 @@ def test_fp32_tensors_are_the_masters_whatever_writes_them(finished, name, tmp_p
         assert config_of(converted) == config_of(folder / 'positional')
 
 
-@pytest.mark.parametrize('stage', TRAINER_STAGES)
-def test_trainer(finished, stage, tmp_path):
-    """Nothing but the checkpoint folder is named."""
-    check(finished[1], f'trainer{stage}')
-    checkpoint = finished[0] / f'trainer{stage}' / 'checkpoint-2'
-    folder = convert(checkpoint, tmp_path / 'out')
-    found, expected = folder_tensors(folder), folder_tensors(checkpoint)
-    if stage == 2:  # Trainer saves copies there, and so the tied weight twice
-        assert torch.equal(expected.pop('lm_head.weight'), expected['model.embed_tokens.weight'])
-    assert found.keys() == expected.keys()
-    assert all(t.dtype == torch.bfloat16 and torch.equal(t, expected[name]) for name, t in found.items())
-    own_path = {k: v for k, v in config_fields(folder).items() if k == '_name_or_path'}  # transformers 4 writes it
-    assert_same_config(folder, checkpoint, **own_path, use_cache=True)  # Trainer may have set it to false
-
-
 @pytest.mark.modern_only  # the Trainer of XTuner's stack fails with adapters: its scheduler has other groups
 @pytest.mark.parametrize('name', WITH_TOKENS)
 def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished, name, tmp_path):
-    check(finished[1], name)
-    folder, is_lora = finished[0] / name, WITH_TOKENS[name][2] is not None
+    folder, is_lora = finished.folder(name), WITH_TOKENS[name][2] is not None
     checkpoint = folder / 'run' / 'checkpoint-2'
     options = ('--lora', 'both') if is_lora else ('--base', folder / 'base')
     assert_same_files(convert(checkpoint, tmp_path / 'out', *options), folder / 'run' / 'hf_model')
@@ -218,8 +323,7 @@ def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished,
 
 @pytest.mark.modern_only
 def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finished, tmp_path, capsys):
-    check(finished[1], 'tokens_lora_zero3')
-    checkpoint = finished[0] / 'tokens_lora_zero3' / 'run' / 'checkpoint-2'
+    checkpoint = finished.folder('tokens_lora_zero3') / 'run' / 'checkpoint-2'
     for mode in ('adapter', 'merge'):
         assert main([str(checkpoint), str(tmp_path / 'out'), '--lora', mode]) == 2
         said = capsys.readouterr().err
@@ -230,16 +334,14 @@ def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finishe
 @pytest.mark.modern_only
 def test_resized_embeddings_that_are_trained_copies(finished, tmp_path):
     """What they replace is lost, and not needed."""
-    check(finished[1], 'tokens_trained_zero3')
-    run = finished[0] / 'tokens_trained_zero3' / 'run'
+    run = finished.folder('tokens_trained_zero3') / 'run'
     found = convert(run / 'checkpoint-2', tmp_path / 'out', '--lora', 'merge')
     assert_same_folder_tensors(found, run / 'hf_model')
     assert config_of(found) == config_of(run / 'hf_model')
 
 
 def test_accelerate(finished, tmp_path):
-    check(finished[1], 'accelerate')
-    folder = finished[0] / 'accelerate'
+    folder = finished.folder('accelerate')
     found = convert(folder / 'state', tmp_path / 'out', '--base', folder / 'base')
     assert_same_folder_tensors(found, folder / 'own')
     assert_same_files(found, folder / 'hook')

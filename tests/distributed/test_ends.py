@@ -3,15 +3,16 @@
 Nothing depends on time: saves and uploads are held back until the process that ends waits for them.
 """
 
-from __future__ import annotations
-
+import faulthandler
 import gc
+import json
 import logging
 import math
 import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,51 +20,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, run_program
+from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.background import listeners
+from xhf_hooks.background.upload import Uploads
+from xhf_hooks.places.lock import RunLock
+from xhf_hooks.places.store import StoredSaves
+from xhf_hooks.saves import manager
+from xhf_hooks.writers.output_file import OutputFile
 
 STEP = 2
 
 
 class Run:
-    """One run, in this process."""
+    """One run, in this process or on two ranks. Two ranks have a save before, and its command."""
 
     def __init__(self, work_dir: Path, **options: Any) -> None:
-        from tests.helpers.models.zoo.llamas import odd_llama
-        from xhf_hooks.options import RunOptions
-        from xhf_hooks.saves.manager import CheckpointManager
-        from xhf_hooks.saves.telemetry import RunLog
-        from xhf_hooks.saves.unwrap import unwrap
-
         self.folder, self.ends = work_dir / 'hf_model', threading.Event()
-        log = RunLog(logging.getLogger('test'), 'test')
-        options = RunOptions(**options)
-        self.saves = CheckpointManager(unwrap(odd_llama()), self.folder, options, log, when='now', run=self)
+        self.ranks = int(os.environ['WORLD_SIZE'])
+        options |= dict(bucket_size='1MB', async_save=True, upload_to=(work_dir / 'stored').absolute().as_uri())
+        if self.ranks > 1:
+            import deepspeed
 
-    def save(self, iteration: int = STEP) -> None:
-        from xhf_hooks.planning.types import Step
+            deepspeed.init_distributed(dist_backend='gloo')
+            Uploads.patience_secs = 1.0  # with ranks that have ended
+            options |= dict(on_saved='sleep 1000')
+        self.saves = make_manager(odd_llama(), self.folder, run=self, **options)
 
-        self.saves.save(Step('iter', iteration, iteration))
+    def save(self, number: int = STEP) -> None:
+        self.saves.save(iteration(number))
 
-    def hold_back(self, what: str) -> None:
-        """Let no save, or no upload, end before the process waits for it; 'failing': it then fails."""
-        from xhf_hooks.background import listeners
-        from xhf_hooks.places.store import StoredSaves
-        from xhf_hooks.saves import manager
-        from xhf_hooks.writers.output_file import OutputFile
-
-        owner, name = (StoredSaves, 'publish') if what == 'upload' else (OutputFile, 'write')
+    def hold_back(self, owner: type, name: str, error: Exception | None = None) -> None:
+        """Let no call of a method end before the process waits for it; or let it fail then."""
         work = getattr(owner, name)
 
         def late(*args: Any) -> None:
             self.ends.wait(HANG_SECS)
             ThreadPoolExecutor(1).submit(int).result()  # as asyncio does to look up the host of a store
-            if what == 'failing':
-                raise OSError(28, 'No space left on device')
+            if error is not None:
+                raise error
             work(*args)
 
         setattr(owner, name, late)
+
+    def begin(self, what: str) -> None:
+        """Save, and hold it or its upload back; 'failing': it then fails."""
+        self.hold_back(StoredSaves, 'publish')
+        if self.ranks > 1:
+            self.save(1)
+            while not self.folder.exists():
+                time.sleep(0.02)
+        if what != 'upload':
+            error = OSError(28, 'No space left on device') if what == 'failing' else None
+            self.hold_back(OutputFile, 'write', error)
+        self.save()
         poll = listeners.poll
 
         def at_end(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
@@ -77,8 +92,8 @@ class Run:
 def requested(run: Run) -> None:
     """The save that the signal asked for comes after the one in flight."""
     os.kill(os.getpid(), signal.SIGHUP)
-    for iteration in range(STEP + 1, 100):
-        run.saves.save_if_asked(_step(iteration))
+    for number in range(STEP + 1, 1000):
+        run.saves.save_if_asked(iteration(number))
 
 
 def handled(run: Run) -> None:
@@ -107,10 +122,50 @@ def in_a_thread(run: Run) -> None:
     threading.Thread(target=train).start()
 
 
-def _step(iteration: int) -> Any:
-    from xhf_hooks.planning.types import Step
+def destroyed(run: Run) -> None:
+    """As scripts do in a ``finally``, before the interpreter exits and waits for the save."""
+    try:
+        raise RuntimeError('training failed')
+    finally:
+        dist.destroy_process_group()
 
-    return Step('iter', iteration, iteration)
+
+def forks(run: Run) -> None:
+    """Children that are forked meanwhile, as DataLoader's workers are; prints how each ended, and what then was."""
+
+    def forget() -> None:
+        run.saves = None
+        gc.collect()
+
+    told = {
+        'terminated': become(lambda: time.sleep(HANG_SECS / 4), signal.SIGTERM),
+        'ended': become(lambda: None),
+        'closed': become(run.saves.close),
+        'forgot': become(forget),
+        'lock_is_held': not RunLock(run.folder).acquire(),
+        'handler_is_there': callable(signal.getsignal(signal.SIGTERM)),
+        'committed_before': run.folder.exists(),
+    }
+    run.saves.close()
+    print(json.dumps({**told, 'lock_is_free': not (run.folder.parent / '.hf_model.lock').exists()}))
+
+
+def become(work: Callable[[], None], number: int | None = None) -> int:
+    """Fork a child that does some work, and optionally send it a signal; returns its exit status.
+
+    A child that hangs says where, on stderr, and exits with status 1.
+    """
+    ready, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        faulthandler.dump_traceback_later(HANG_SECS / 2, exit=True)
+        os.write(tell, b'x')
+        work()
+        sys.exit(0)
+    os.read(ready, 1)
+    if number is not None:
+        os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def raised(run: Run, error: BaseException) -> None:
@@ -131,25 +186,25 @@ WAYS: dict[str, tuple[Callable[[Run], None], int]] = {
     'forgotten': (forgotten, 0),
     'in_a_thread': (in_a_thread, 0),
     'close': (lambda run: run.saves.close(), 0),
+    'forks': (forks, 0),
+    'destroyed': (destroyed, 1),
 }
 SAVED = {'requested': [STEP, STEP + 2], 'handled': [STEP, STEP + 1]}
+ALONE = [way for way in WAYS if way != 'destroyed']
 FAILING = ('exception', 'sigterm', 'close')
 
 
 def main() -> None:
-    work_dir, way, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    way, what = sys.argv[2:]
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(levelname)s %(message)s')
     if way == 'handled':
         signal.signal(signal.SIGTERM, lambda *_: print('the handler is called'))
-    asked = 'SIGHUP' if way == 'requested' else None
-    store = (work_dir / 'stored').absolute().as_uri()
-    run = Run(work_dir, bucket_size='1MB', async_save=True, upload_to=store, upload_keep=9, save_on_signal=asked)
-    run.hold_back(what)
-    run.save()
+    run = Run(Path(sys.argv[1]), upload_keep=9, save_on_signal='SIGHUP' if way == 'requested' else None)
+    run.begin(what)
     WAYS[way][0](run)
 
 
-@pytest.mark.parametrize(('way', 'what'), [*((way, 'save') for way in WAYS), *((way, 'failing') for way in FAILING)])
+@pytest.mark.parametrize(('way', 'what'), [*((way, 'save') for way in ALONE), *((way, 'failing') for way in FAILING)])
 def test_the_outcome_is_told(way, what, tmp_path):
     (ended,) = run_program(__file__, tmp_path, way, 'upload' if way == 'forgotten' else what)
     said = ended.stdout
@@ -157,12 +212,42 @@ def test_the_outcome_is_told(way, what, tmp_path):
     if what == 'failing':
         assert said.count('ERROR test: the save of iter_2 in the background failed: stage ') == 1, said
         return
-    for iteration in SAVED.get(way, [STEP]):
-        assert said.count(f'INFO test: saved iter_{iteration} to hf_model') == 1, said
-        assert f'INFO test: uploaded iter_{iteration} to ' in said, said
+    for number in SAVED.get(way, [STEP]):
+        assert said.count(f'INFO test: saved iter_{number} to hf_model') == 1, said
+        assert f'INFO test: uploaded iter_{number} to ' in said, said
     assert assert_whole(tmp_path / 'hf_model') == SAVED.get(way, [STEP])[-1]
     assert (way == 'handled') == ('the handler is called' in said)
     assert (way == 'forgotten') == ('forgotten True' in said)
+    if way == 'forks':
+        statuses = {'terminated': -signal.SIGTERM, 'ended': 0, 'closed': 0, 'forgot': 0}
+        meanwhile = {'lock_is_held': True, 'handler_is_there': True, 'committed_before': False}
+        assert json.loads(said.splitlines()[-1]) == statuses | meanwhile | {'lock_is_free': True}
+
+
+@pytest.mark.parametrize('way', ['exception', 'sigterm', 'requested'])
+def test_two_ranks_finish_their_save_and_upload_it(way, tmp_path):
+    ended = run_program(__file__, tmp_path, way, 'save', world_size=2)
+    said = '\n'.join(rank.stdout + rank.stderr for rank in ended)
+    assert [rank.returncode for rank in ended] == [WAYS[way][1]] * 2, said
+    number = assert_whole(tmp_path / 'hf_model')
+    assert number > STEP if way == 'requested' else number == STEP, said
+    assert 'waiting for a save in the background' in said or way == 'requested', said
+    assert json.loads((tmp_path / 'stored' / 'hf_model.json').read_text())['step']['number'] == number, said
+    # The command of the first save is ended, its supervisor perhaps while it starts
+    assert 'on_saved for hf_model, iter_1 failed' in said or 'on_saved for hf_model, iter_1 was cancelled' in said
+    commands = {path.name for path in (tmp_path / 'hf_model_on_saved').iterdir()}
+    assert way == 'requested' or commands == {'iter_1'}, 'no command starts while the save is awaited'
+    assert not [path.name for path in tmp_path.iterdir() if 'kept' in path.name]
+
+
+def test_a_save_whose_process_group_is_destroyed_tells_its_end(tmp_path):
+    ended = run_program(__file__, tmp_path, 'destroyed', 'save', world_size=2)
+    said = ended[0].stdout + ended[0].stderr
+    assert [rank.returncode for rank in ended] == [1, 1], said
+    was_saved, failed = 'saved iter_2 to' in said, 'the save of iter_2 in the background failed: ' in said
+    assert was_saved != failed, said
+    assert assert_whole(tmp_path / 'hf_model') == (STEP if was_saved else 1), said
+    assert failed or 'iter_2 is saved, but its upload and on_saved were not begun: ' in said, said
 
 
 if __name__ == '__main__':

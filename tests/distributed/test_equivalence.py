@@ -1,16 +1,17 @@
 """The same weights give the same files, however the model is spread over ranks and memory; NVMe: test_nvme."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
+from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, train_one_step, zero_engine
 
@@ -59,8 +60,6 @@ FROZEN = [param for param in CASES if 'frozen' in param.id]
 
 def build_model(kind: str) -> Any:
     """A bf16 Llama; ``frozen`` has its embedding and first layer frozen."""
-    from tests.helpers.models.zoo.llamas import odd_llama
-
     model = odd_llama(tied=kind == 'tied', bf16=True)
     if kind == 'frozen':
         for name, parameter in model.named_parameters():
@@ -69,10 +68,6 @@ def build_model(kind: str) -> Any:
 
 
 def save_case(kind: str, engine_name: str, root: Path) -> None:
-    """Runs on: all ranks."""
-    import torch
-    import torch.distributed as dist
-
     model = build_model(kind)
     if dist.get_rank() == 0:
         model.save_pretrained(root / kind / 'expected')

@@ -1,6 +1,7 @@
-"""Models under torch's FSDP1 and FSDP2: save_hf gives what the whole model gives, and so do converted checkpoints."""
+"""Models under torch's FSDP1 and FSDP2: what is saved is what the whole model gives, and so are converted checkpoints.
 
-from __future__ import annotations
+On four ranks there are two replicas (HSDP), or tensor parallelism: each rank saves its slice.
+"""
 
 import json
 import shutil
@@ -9,36 +10,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.checks.read_checkpoint import open_checkpoint
+from tests.helpers.models import zoo
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.engines import save_folder
 from tests.helpers.runs.fsdp_runs import (
     accelerates,
+    build,
     config_alone,
     plain_dcp,
     save_whole,
     shard,
     strategy_run,
+    trained,
     whole_state,
 )
+from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
 
+#: Every writer, every other one in the background; test_equivalence has the others.
+WAYS: dict[str, dict[str, Any]] = {
+    'stream, in the background': dict(writer='stream', in_background=True),
+    'parallel': dict(writer='parallel'),
+    'positional': dict(writer='positional'),
+    'positional, in the background': dict(writer='positional', in_background=True),
+    'gather': dict(writer='gather'),
+}
+WAYS_OF_TRANSFORMERS = ('stream, in the background', 'positional', 'gather')
 WRITERS = ('stream', 'parallel', 'positional', 'gather')
 MEMORY = [('fsdp1', 'gather'), ('fsdp2', 'stream')]
-N_RANKS = 3  # the rows of no weight are shared out evenly
-#: Model and how it is sharded.
-CASES = (
+#: Model and how it is sharded; over three ranks the rows of no weight are shared out evenly.
+ON_THREE = (
     *('tied-fsdp2', 'tied-fsdp2_root_only', 'tied-fsdp1', 'tied-fsdp1_grad_op'),
     *('untied-fsdp2_columns', 'lora-fsdp1', 'lora-fsdp2'),
 )
+ON_FOUR = ('tied-hsdp2', 'untied-hsdp1', 'even-tp')
+REPLICAS = ON_FOUR[:2]
 #: Runs that write checkpoints, with the hook's export beside them. The first three are folders of DCP.
 RUNS: dict[str, Any] = {
     'accelerate_fsdp1_tied': partial(accelerates, 'tied', 1, 'SHARDED_STATE_DICT'),
@@ -51,34 +71,25 @@ RUNS: dict[str, Any] = {
 }
 
 
-def save_case(model_kind: str, kind: str, root: Path) -> None:
-    """Runs on: all ranks."""
-    import torch
-
-    from xhf_hooks import save_hf
-
-    def build() -> Any:
-        return odd_llama(tied=model_kind == 'tied', lora=model_kind == 'lora')
-
-    model = shard(build(), kind)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    doors.train_steps(model, torch.optim.AdamW(trained, lr=1e-2))
+def save_case(case: str, root: Path) -> dict[str, set[str]]:
+    """The names of the tensors that each way has gathered. Runs on: all ranks."""
+    kind = case.partition('-')[0]
+    model, _ = trained(*case.split('-'))
     with torch.no_grad():
         model(**doors.batch())  # what it gathered for this, it keeps until the next step
-    for writer in WRITERS:
-        save_hf(model, root / writer, writer=writer, bucket_size=20_000, max_shard_size=20_000)
-    save_hf(model, root / 'bf16', dtype='bfloat16')
-    if model_kind == 'lora':
-        save_hf(model, root / 'merged', lora='merge')
-    save_whole(model, build(), root / 'theirs')
+    gathered = {}
+    for way, options in WAYS.items():
+        plan, _ = save_folder(model, root / way, max_shard_size=20_000, **options)
+        gathered[way] = {spec.name for group in plan.gathered for spec in group.reads}
+    save_folder(model, root / 'bf16', dtype='bfloat16')
+    if kind == 'lora':
+        save_folder(model, root / 'merged', lora='merge')
+    save_whole(model, build(kind), root / 'theirs')
+    return gathered
 
 
 def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
     """The weights after some steps, with a save after each or without."""
-    import torch
-
-    from xhf_hooks import save_hf
-
     model = shard(odd_llama(), kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for writer in WRITERS:
@@ -90,8 +101,6 @@ def untouched(kind: str, saves: bool, root: Path) -> dict[str, Any]:
 
 def memory(kind: str, writer: str, root: Path) -> tuple[int, int]:
     """Bytes that were saved, and extra memory of the busiest rank."""
-    from xhf_hooks import save_hf
-
     model = shard(larger_llama(), kind)
     save_hf(model, root / 'memory', writer=writer, bucket_size='8MB')  # what the first save brings with it
     cost = save_hf(model, root / 'memory', writer=writer, bucket_size='8MB').cost
@@ -99,72 +108,148 @@ def memory(kind: str, writer: str, root: Path) -> tuple[int, int]:
 
 
 def flat_only(root: Path) -> str:
-    import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from xhf_hooks import save_hf
-    from xhf_hooks.errors import XhfError
-
     model = FullyShardedDataParallel(odd_llama(), device_id=torch.device('cpu'), use_orig_params=False)
+    return error_of(save_hf, model, root / 'flat')
+
+
+def fsdp1_tp(root: Path) -> str:
+    return error_of(save_folder, shard(build('even'), 'fsdp1_tp'), root)
+
+
+def save_differing(case: str, root: Path) -> list[str]:
+    """Save; then one element differs on the last rank: the errors of two more saves. Runs on: all ranks."""
+    kind, way = case.split('-')
+    model = shard(build(kind), way)
+    save_folder(model, root / 'hf_model')
+    if dist.get_rank() == dist.get_world_size() - 1:
+        held = (p if way == 'hsdp1' else p.to_local() for p in model.parameters())
+        next(tensor for tensor in held if tensor.numel()).data.flatten()[-1] += 1
+    how = (dict(in_background=in_background) for in_background in (False, True))
+    return [error_of(save_folder, model, root / 'hf_model', **options) for options in how]
+
+
+# As transformers splits them
+
+
+def of_transformers() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Models, and the arguments of ``from_pretrained`` that split them, if the installed transformers does so."""
     try:
-        save_hf(model, root / 'flat')
-    except XhfError as error:
-        return str(error)
-    return 'no error'
+        from transformers.distributed import DistributedConfig
+
+        return {
+            'tensor parallelism': ('Qwen2', dict(tp_plan='auto')),
+            'tensor parallelism of experts': ('Qwen2Moe', dict(tp_plan='auto')),
+            'with fsdp': ('Qwen2', dict(distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))),
+            'replicas': ('Qwen2', dict(distributed_config=DistributedConfig(dp_replicate_size=2, fsdp_size=2))),
+            'experts': ('Qwen2Moe', dict(distributed_config=DistributedConfig(ep_size=4, tp_size=2, fsdp_size=2))),
+        }
+    except (ImportError, TypeError):
+        return {}
+
+
+def save_of_transformers(name: str, root: Path) -> set[str]:
+    """The names of the tensors that 'positional' has gathered. Runs on: all ranks."""
+    family, how = of_transformers()[name]
+    sizes = dict(vocab_size=132, hidden_size=32, intermediate_size=36, num_key_value_heads=4)
+    if family == 'Qwen2Moe':
+        sizes |= dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+    if dist.get_rank() == 0:
+        models = {'': (f'{family}ForCausalLM', f'{family}Config', zoo.DECODER | sizes)}
+        zoo.build('', models=models).save_pretrained(root / 'base')
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(root / 'base', **how)
+    doors.train_steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plans = {way: save_folder(model, root / way, **WAYS[way])[0] for way in WAYS_OF_TRANSFORMERS}
+    model.save_pretrained(root / 'theirs')  # all ranks gather
+    return {spec.name for group in plans['positional'].gathered for spec in group.reads}
 
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('fsdp')
-    scenarios: dict[str, Any] = {case: partial(save_case, *case.split('-'), root / case) for case in CASES}
+    scenarios: dict[str, Any] = {case: partial(save_case, case, root / case) for case in ON_THREE}
     for kind in ('fsdp2', 'fsdp1'):
         scenarios |= {f'untouched-{kind}-{saves}': partial(untouched, kind, saves, root / kind) for saves in (0, 1)}
     scenarios |= {f'memory-{kind}-{writer}': partial(memory, kind, writer, root) for kind, writer in MEMORY}
     scenarios['flat_only'] = partial(flat_only, root)
     scenarios |= {name: partial(run, root / name) for name, run in RUNS.items()}
-    return root, run_scenarios(scenarios, N_RANKS)
+    on_four: dict[str, Any] = {case: partial(save_case, case, root / case) for case in ON_FOUR}
+    on_four |= {f'{case}-differing': partial(save_differing, case, root / f'{case}-differing') for case in REPLICAS}
+    on_four |= {name: partial(save_of_transformers, name, root / name) for name in of_transformers()}
+    on_four['fsdp1_tp'] = partial(fsdp1_tp, root / 'fsdp1_tp')
+    on_three = run_scenarios(scenarios, 3, root=root)
+    on_three.update(run_scenarios(on_four, 4))
+    return on_three
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [*ON_THREE, *ON_FOUR])
 def test_every_writer_writes_what_the_whole_model_gives(results, case):
-    root, outcomes = results
-    check(outcomes, case)
-    folder, is_lora = root / case, case.startswith('lora')
-    for writer in WRITERS:
-        assert_same_folder_tensors(folder / writer, folder / 'theirs')
-        assert_whole(folder / writer)
+    gathered = check(results, case)[0]
+    folder, is_lora = results.root / case, case.startswith('lora')
+    for way in WAYS:
+        assert_same_folder_tensors(folder / way, folder / 'theirs')
+        assert_whole(folder / way)
     if not is_lora:
         assert_same_config(folder / 'gather', folder / 'theirs')
     rounded = folder_tensors(folder / 'bf16')
     assert all(tensor.bfloat16().equal(rounded[name]) for name, tensor in folder_tensors(folder / 'theirs').items())
     assert not is_lora or 'model.embed_tokens.weight' in folder_tensors(folder / 'merged')
+    if case in ON_FOUR:
+        columns = {name for name in gathered['gather'] if 'o_proj' in name or 'down_proj' in name}
+        for way in [way for way in WAYS if way != 'gather']:
+            assert gathered[way] == (columns if case == 'even-tp' else set()), way
+
+
+@pytest.mark.parametrize('name', of_transformers())
+def test_what_transformers_splits_is_what_it_saves_itself(results, name):
+    for gathered in check(results, name):
+        assert 'model.layers.0.mlp.gate.weight' not in gathered and 'model.embed_tokens.weight' not in gathered
+    for way in WAYS_OF_TRANSFORMERS:
+        assert_same_folder_tensors(results.root / name / way, results.root / name / 'theirs')
+
+
+def test_fsdp1_with_tensor_parallelism_is_refused(results):
+    for message in check(results, 'fsdp1_tp'):
+        assert 'FullyShardedDataParallel over DTensors of tensor parallelism' in message
+    assert not (results.root / 'fsdp1_tp').exists()
+
+
+@pytest.mark.parametrize('case', REPLICAS)
+def test_replicas_that_differ_are_refused(results, case):
+    """The save before that stays, and nothing else is left."""
+    for messages in check(results, f'{case}-differing'):
+        assert len(messages) == 2
+        for message in messages:
+            assert message.startswith('RanksDifferError')
+            assert 'found other values on ranks [3] than on rank 1 (in 1 of ' in message
+    folder = results.root / f'{case}-differing'
+    assert [path.name for path in folder.iterdir() if path.name != '.hf_model.lock'] == ['hf_model']
+    build(case.partition('-')[0]).save_pretrained(results.root / f'{case}-untrained')
+    assert_same_folder_tensors(folder / 'hf_model', results.root / f'{case}-untrained')
+    assert_whole(folder / 'hf_model')
 
 
 @pytest.mark.parametrize('kind', ['fsdp2', 'fsdp1'])
 def test_training_is_untouched(results, kind):
-    _, outcomes = results
-    without, with_saves = (check(outcomes, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
+    without, with_saves = (check(results, f'untouched-{kind}-{saves}')[0] for saves in (0, 1))
     assert without and all(tensor.equal(with_saves[name]) for name, tensor in without.items())
 
 
 @pytest.mark.parametrize(('kind', 'writer'), MEMORY)
 def test_memory_is_that_of_buckets_or_a_unit(results, kind, writer):
-    _, outcomes = results
-    nbytes, extra_nbytes = check(outcomes, f'memory-{kind}-{writer}')[0]
+    nbytes, extra_nbytes = check(results, f'memory-{kind}-{writer}')[0]
     assert nbytes > 100e6 and extra_nbytes < 0.45 * nbytes, (nbytes, extra_nbytes)
 
 
 def test_flat_parameters_alone_are_refused(results):
-    _, outcomes = results
-    assert all('use_orig_params=True' in message for message in check(outcomes, 'flat_only'))
+    assert all('use_orig_params=True' in message for message in check(results, 'flat_only'))
 
 
 # Checkpoints
 
 
 def run_of(results: Any, name: str) -> Path:
-    check(results[1], name)
-    return results[0] / name
+    return results.folder(name)
 
 
 @pytest.mark.parametrize('name', [*RUNS][:5])

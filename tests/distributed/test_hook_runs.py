@@ -1,7 +1,5 @@
 """The hook in whole MMEngine runs: when it saves, where, what, and what it refuses before training."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -12,9 +10,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.visualization import Visualizer
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.runs.toy_run import ToyLM, run_config, train
 
 #: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
 READS_OWN_CHECKPOINTS = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
@@ -61,18 +65,11 @@ SCHEDULES: dict[str, tuple[dict[str, int], list[str], list[str]]] = {
 
 
 def run(options: dict[str, Any], work_dir: Path) -> str:
-    """Runs on: all ranks."""
-    from tests.helpers.runs.toy_run import run_config, train
-
     return train(run_config(work_dir, **options)).log_dir
 
 
 def beside_others(work_dir: Path) -> str:
     """Another hook has the same name, as XTuner's does; and the visualizer fails on rank 0. Runs on: all ranks."""
-    from mmengine.hooks import Hook
-    from mmengine.registry import HOOKS
-    from mmengine.visualization import Visualizer
-
     add_scalars = Visualizer.add_scalars
 
     def fail(self: Any, numbers: dict[str, Any], **options: Any) -> None:
@@ -85,84 +82,47 @@ def beside_others(work_dir: Path) -> str:
         return run(dict(hook=dict(save_best='auto'), hooks=[dict(type='Theirs')], max_iters=2, **DDP), work_dir)
 
 
-def with_tokenizer(source: str, work_dir: Path) -> str:
-    """The tokenizer comes from the named place. Runs on: all ranks."""
-    folder = str(work_dir.parent / 'tokenizer')
-    by_name = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=folder)
-    options: dict[str, Any] = {
-        'option_folder': dict(hook=dict(tokenizer=folder)),
-        'base_model': dict(hook={}, model=dict(base=folder)),
-        'run_config': dict(hook={}, tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
-    }[source]
-    return run(dict(options, max_iters=2, **DDP), work_dir)
-
-
 def refusal_of(train: Callable[[], Any]) -> str:
-    """The message of a run that must not start. Runs on: all ranks."""
-    from tests.helpers.runs.toy_run import ToyLM
-    from xhf_hooks.errors import XhfError
-
-    with (
-        mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')),
-        pytest.raises(XhfError) as caught,
-    ):
-        train()
-    return str(caught.value)
-
-
-def refused(options: dict[str, Any], work_dir: Path) -> str:
-    """Runs on: all ranks."""
-    hook = {**options.get('hook', {})}
-    if hook.get('tokenizer') == 'large_tokenizer':
-        hook['tokenizer'] = str(work_dir.with_name('large_tokenizer'))
-    return refusal_of(partial(run, {**options, 'hook': hook, **DDP}, work_dir))
+    """The error of a run that must not start. Runs on: all ranks."""
+    with mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')):
+        return error_of(train)
 
 
 #: Name to the options of `run_config`, and expected in the message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'nothing_is_ever_due': (dict(hook=dict(interval=500, save_last=False)), 'option interval'),
-    'no_scores': (dict(hook=dict(save_best='auto', interval=-1, save_last=False)), 'a validation for save_best'),
     'no_tokenizer_there': (dict(hook=dict(tokenizer='/nowhere')), 'option tokenizer'),
-    'vocabulary_too_large': (
-        dict(hook=dict(tokenizer='large_tokenizer')),
-        'the tokenizer has 140 tokens, but the model has embeddings for 131: set the option tokenizer',
-    ),
-    'adapter_not_trained': (dict(model=dict(lora=True, freeze='lora_')), 'has no trainable tensors'),
-    'no_such_template': (dict(prompt_template='xtuner.utils.PROMPT_TEMPLATE.nope'), 'option prompt_template'),
+    'adapter_not_trained': (dict(hook={}, model=dict(lora=True, freeze='lora_')), 'has no trainable tensors'),
+    'no_such_template': (dict(hook={}, prompt_template='xtuner.utils.PROMPT_TEMPLATE.nope'), 'option prompt_template'),
 }
 
 
 TOKENIZER_SOURCES = ('option_folder', 'base_model', 'run_config')
-PROMPT_TEMPLATE = dict(INSTRUCTION='user: {input} bot: ', SUFFIX='', SUFFIX_AS_EOS=False, SEP='', STOP_WORDS=['world'])
-CHAT_TEMPLATE = '{{ messages[0].content }}'
-
-
-def _make_tokenizer(folder: Path, *more: str) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: i for i, word in enumerate(['<unk>', 'hello', 'world', *more])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token='<unk>'))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token='<unk>')
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+PROMPT_TEMPLATE = dict(INSTRUCTION='user: {input} bot: ', SUFFIX='', SUFFIX_AS_EOS=False, SEP='', STOP_WORDS=['w1'])
 
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp('runs')
-    _make_tokenizer(root / 'tokenizer')
-    _make_tokenizer(root / 'large_tokenizer', *(f'word{i}' for i in range(137)))
+    save_tokenizer(root / 'tokenizer', 131)
+    folder = str(root / 'tokenizer')
+    by_name = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=folder)
+    sources: dict[str, dict[str, Any]] = {
+        'option_folder': dict(hook=dict(tokenizer=folder)),
+        'base_model': dict(hook={}, model=dict(base=folder)),
+        'run_config': dict(hook={}, tokenizer=by_name, prompt_template=PROMPT_TEMPLATE),
+    }
     scenarios: dict[str, Any] = {name: partial(run, options, root / name) for name, options in RUNS.items()}
-    scenarios |= {source: partial(with_tokenizer, source, root / source) for source in TOKENIZER_SOURCES}
+    for source, options in sources.items():
+        scenarios[source] = partial(run, dict(options, max_iters=2, **DDP), root / source)
     scenarios['beside_others'] = partial(beside_others, root / 'beside_others')
-    scenarios |= {name: partial(refused, options, root / name) for name, (options, _) in REFUSED.items()}
-    return root, run_scenarios(scenarios, 2)
+    for name, (options, _) in REFUSED.items():
+        scenarios[name] = partial(refusal_of, partial(run, {**options, **DDP}, root / name))
+    return run_scenarios(scenarios, 2, root=root)
 
 
 def log_dir_of(finished: Any, name: str) -> Path:
-    values = check(finished[1], name)
+    values = check(finished, name)
     assert len(set(values)) == 1
     return Path(values[0])
 
@@ -186,10 +146,8 @@ def log_of(log_dir: str | Path) -> str:
 
 @pytest.mark.parametrize('name', ['zero3', 'only_last'])
 def test_folder_loads(finished, name):
-    from transformers import LlamaForCausalLM
-
     log_dir = log_dir_of(finished, name)
-    assert log_dir.parent == finished[0] / name
+    assert log_dir.parent == finished.root / name
     model = assert_loads_clean(log_dir / 'hf_model', LlamaForCausalLM)
     assert model.config.use_cache is True, 'the training code set it to False on the live config'
     assert sorted(path.name for path in log_dir.iterdir() if path.name.startswith('.')) == []
@@ -205,14 +163,10 @@ def test_saves_when_and_where_it_should_and_says_so(finished, name):
     assert len(told) == len(warnings) and all(part in text for part, text in zip(warnings, told, strict=True)), told
 
 
-def test_save_best_without_a_validation_promises_nothing(finished):
+def test_save_best_without_a_validation_and_another_hook_of_this_name_are_told(finished):
     log = log_of(log_dir_of(finished, 'beside_others'))
     assert log.count('WARNING - HFCheckpointHook: save_best: no validation during training') == 1
     assert 'ready to save' in log and 'best score' not in log
-
-
-def test_another_hook_of_this_name_is_named(finished):
-    log = log_of(log_dir_of(finished, 'beside_others'))
     assert log.count('custom_hooks also has theirs.hooks.HFCheckpointHook, and both run: remove it') == 1
 
 
@@ -223,23 +177,16 @@ def test_a_visualizer_that_fails_ends_neither_a_save_nor_a_run(finished):
 
 
 @pytest.mark.parametrize('source', TOKENIZER_SOURCES)
-def test_tokenizer_is_saved(finished, source):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(log_dir_of(finished, source) / 'hf_model')
-    assert tokenizer('hello world')['input_ids'] == [1, 2]
-    assert (tokenizer.chat_template == CHAT_TEMPLATE) == (source != 'run_config')
-
-
-def test_prompt_template_becomes_the_chat_template(finished):
-    from transformers import AutoTokenizer, GenerationConfig
-
-    folder = log_dir_of(finished, 'run_config') / 'hf_model'
+def test_tokenizer_is_saved_and_a_prompt_template_becomes_its_chat_template(finished, source):
+    folder = log_dir_of(finished, source) / 'hf_model'
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    dialogue = [{'role': 'user', 'content': 'hello'}]
-    text = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
-    assert text == 'user: hello bot: '
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
+    assert tokenizer('w0 w1')['input_ids'] == [4, 5]
+    assert (tokenizer.chat_template is None) == (source != 'run_config')
+    if source == 'run_config':
+        dialogue = [{'role': 'user', 'content': 'w0'}]
+        text = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
+        assert text == '<s>user: w0 bot: '
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 5]
 
 
 def test_costs_are_logged_and_go_to_the_visualizer(finished):
@@ -267,6 +214,6 @@ def test_a_command_sees_the_save_that_others_have_followed(finished):
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused_before_training(finished, name):
-    messages = set(check(finished[1], name))
+    messages = set(check(finished, name))
     assert len(messages) == 1
     assert REFUSED[name][1] in messages.pop()

@@ -1,12 +1,12 @@
 """LLaVA under DeepSpeed: both layouts are those of the whole model, whatever holds its weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlavaForConditionalGeneration
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.models.zoo.llava import TinyLlava, save_bases
@@ -27,13 +27,7 @@ SAVES: dict[str, dict[str, str]] = {'xtuner': {}, 'huggingface': dict(llava_form
 
 
 def save_case(name: str, root: Path) -> dict[str, set[str]]:
-    """Save the model as every rank has it, and partitioned. Runs on: all ranks.
-
-    Returns:
-        The names that each save of the partitioned model read.
-    """
-    import torch
-
+    """Save a model whole, and partitioned: the names that each save of that has read. Runs on: all ranks."""
     model = TinyLlava(root, dtype=torch.bfloat16, **MODELS[name][0])
     for how, options in SAVES.items():
         save_folder(model, root / name / f'whole_{how}', **options)
@@ -51,18 +45,15 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('llava')
     save_bases(root)
     scenarios = {name: partial(save_case, name, root) for name in MODELS}
-    return root, run_scenarios(scenarios, 2)
+    return run_scenarios(scenarios, 2, root=root)
 
 
 @pytest.mark.parametrize('how', SAVES)
 @pytest.mark.parametrize('name', MODELS)
 def test_the_layout_is_that_of_the_whole_model(saved, name, how):
     """Which tests/unit/exporters/test_llava_exporter.py and XTuner's own conversion judge."""
-    from transformers import LlavaForConditionalGeneration
-
-    root, results = saved
-    check(results, name)
-    found, whole = root / name / how, root / name / f'whole_{how}'
+    check(saved, name)
+    found, whole = saved.root / name / how, saved.root / name / f'whole_{how}'
     expected = MODELS[name][1] if how == 'xtuner' else {'.'}
     assert {str(file.parent.relative_to(found)) for file in found.rglob('*.safetensors')} == expected
     for part in expected:
@@ -72,7 +63,6 @@ def test_the_layout_is_that_of_the_whole_model(saved, name, how):
 
 
 def test_only_what_is_written_is_read(saved):
-    _, results = saved
-    pretrain, lora = (check(results, name)[0]['xtuner'] for name in ('pretrain', 'lora'))
+    pretrain, lora = (check(saved, name)[0]['xtuner'] for name in ('pretrain', 'lora'))
     assert pretrain and all(n.startswith('projector.') for n in pretrain)
     assert lora and all('lora_' in n or n.startswith('projector.') for n in lora)

@@ -1,15 +1,19 @@
 """LoRA under DeepSpeed and FSDP2: adapter and merged model are those of the whole model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.models.adapted import EXPERTS, adapt, assert_rounded_once, is_known_to_peft, merged_by_peft
+from tests.helpers.models.zoo import build
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import names_read, save_folder, zero_engine
 from tests.helpers.runs.fsdp_runs import shard
@@ -34,10 +38,6 @@ UNMERGEABLE = ['tokens-zero3', 'tokens-fsdp2_fp32']
 
 def build_model(root: Path, adapter: str, engine_name: str) -> Any:
     """XTuner's shape: the PeftModel is ``llm`` of the trained model."""
-    import torch
-    from torch import nn
-    from transformers import AutoModelForCausalLM
-
     family, lora = ADAPTERS[adapter]
     dtype = torch.float32 if engine_name.endswith('fp32') else torch.bfloat16
     model = nn.Module()
@@ -46,13 +46,7 @@ def build_model(root: Path, adapter: str, engine_name: str) -> Any:
 
 
 def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set[str]]:
-    """Runs on: all ranks.
-
-    Returns:
-        The names that the adapter's plan reads, and those of its tensors.
-    """
-    import torch.distributed as dist
-
+    """The names that the adapter's plan reads, and those of its tensors. Runs on: all ranks."""
     model = build_model(root, adapter, engine_name)
     folder = root / f'{adapter}-{engine_name}'
     if dist.get_rank() == 0:
@@ -74,45 +68,37 @@ def save_case(adapter: str, engine_name: str, root: Path) -> tuple[set[str], set
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    from tests.helpers.models.zoo import build
-
     root = tmp_path_factory.mktemp('lora')
     for family in ('llama', 'mixtral'):
         build(family).save_pretrained(root / family)
     scenarios = {case: partial(save_case, *case.split('-'), root) for case in (*CASES, *EXPERT_CASES, *UNMERGEABLE)}
-    return root, run_scenarios(scenarios, 2)
+    return run_scenarios(scenarios, 2, root=root)
 
 
 @pytest.mark.parametrize('case', [*CASES, *EXPERT_CASES, *UNMERGEABLE])
 def test_adapter_is_pefts_file(saved, case):
-    root, results = saved
-    read, trained = check(results, case)[0]
+    read, trained = check(saved, case)[0]
     assert read == trained  # nothing of the base
     for name in ('adapter_model.safetensors', 'README.md'):
-        expected = (root / case / 'expected_adapter' / name).read_bytes()
-        assert (root / case / 'adapter' / name).read_bytes() == expected
+        expected = (saved.root / case / 'expected_adapter' / name).read_bytes()
+        assert (saved.root / case / 'adapter' / name).read_bytes() == expected
         if case not in UNMERGEABLE:
-            assert (root / case / 'both' / 'adapter' / name).read_bytes() == expected
+            assert (saved.root / case / 'both' / 'adapter' / name).read_bytes() == expected
 
 
 @pytest.mark.parametrize('case', [*CASES, *EXPERT_CASES])
 def test_merged_model(saved, case):
-    import transformers
-
-    root, results = saved
-    check(results, case)
-    merged = root / case / 'both'
-    assert_rounded_once(folder_tensors(merged), folder_tensors(root / case / 'exact_merge'))
+    merged = saved.folder(case) / 'both'
+    assert_rounded_once(folder_tensors(merged), folder_tensors(saved.root / case / 'exact_merge'))
     if case.endswith('fp32'):
-        assert_same_folder_tensors(root / case / 'expected_merge', merged)
+        assert_same_folder_tensors(saved.root / case / 'expected_merge', merged)
         assert_loads_clean(
             merged, transformers.MixtralForCausalLM if case in EXPERT_CASES else transformers.LlamaForCausalLM
         )
 
 
 def test_same_file_at_every_stage(saved):
-    root, results = saved
     for case in CASES[:2]:
-        check(results, case)
+        check(saved, case)
     for name in ('both/model.safetensors', 'adapter/adapter_model.safetensors'):
-        assert len({(root / case / name).read_bytes() for case in CASES[:2]}) == 1
+        assert len({(saved.root / case / name).read_bytes() for case in CASES[:2]}) == 1

@@ -1,18 +1,19 @@
 """Two nodes of two ranks each, with a disk for each: node 0 has it all, and the log says why."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import time
 from pathlib import Path
 
+import deepspeed
 import pytest
+from transformers import LlamaForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean
 from tests.helpers.ranks import namespaces
 from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.runs.toy_run import run_config, train
 
 RANKS_PER_NODE = 2
 
@@ -24,10 +25,6 @@ def train_on_two_nodes(root: Path) -> tuple[str, list[str]]:
     os.environ |= {'GROUP_RANK': str(node), 'NODE_RANK': str(node)}
     if node == 1:
         mount_own_disk(root / 'runs', root / 'meeting')
-    import deepspeed
-
-    from tests.helpers.runs.toy_run import run_config, train
-
     deepspeed.init_distributed(dist_backend='gloo')
     hook = dict(interval=2, by_epoch=False)
     log_dir = Path(train(run_config(root / 'runs' / 'run', hook=hook, stage=3, max_iters=2)).log_dir)
@@ -52,8 +49,6 @@ def mount_own_disk(folder: Path, meeting: Path) -> None:
 
 @pytest.mark.needs('root')
 def test_on_separate_file_systems_node_0_has_it_all_and_the_log_says_why(tmp_path):
-    from transformers import LlamaForCausalLM
-
     (tmp_path / 'runs').mkdir()
     ranks = run_ranks(train_on_two_nodes, 2 * RANKS_PER_NODE, tmp_path, init=None)
     assert [bool(files) for _, files in ranks] == [True, True, False, False]

@@ -3,17 +3,19 @@
 DeepSpeed swaps partitions of at least 1 MiB, and parameters only beyond ``max_in_cpu`` of them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.ranks.async_io import load_async_io
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import engines
 from tests.helpers.runs.engines import train_one_step, zero_engine
 
@@ -38,10 +40,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def build_engine(name: str, root: Path) -> Any:
     """Around a bf16 Llama with 11 parameters of a million elements, 4 of them frozen."""
-    import torch
-
-    from tests.helpers.models.zoo.llamas import llama
-
     sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=4)
     model = llama(vocab_size=2048, **sizes).to(torch.bfloat16)
     for parameter_name, parameter in model.named_parameters():
@@ -59,8 +57,6 @@ def save_folder(model: Any, folder: Path, **how: Any) -> None:
 
 def count_on_nvme(engine: Any) -> dict[str, int]:
     """Parameters, and sub groups of masters, that are on NVMe."""
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
     swapped = [p for p in engine.module.parameters() if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE]
     assert all(p.ds_tensor.numel() == 1 for p in swapped)
     swapper = engine.optimizer.optimizer_swapper
@@ -88,19 +84,13 @@ def train_and_save(name: str, root: Path) -> tuple[dict[str, int], list[str]]:
 
 def lose_a_swap_file(engine: Any, root: Path) -> list[str]:
     """Of rank 1; training and saving go on when it is back."""
-    import torch.distributed as dist
-
-    from xhf_hooks.errors import AgreedError
-
     lost = engine.module.model.layers[1].mlp.up_proj.weight
     path = Path(lost.nvme_swapper.get_path(lost, must_exist=True))
     errors = []
     for writer in ('positional', 'gather'):
         if dist.get_rank() == 1:
             path.rename(path.with_suffix('.away'))
-        with pytest.raises(AgreedError) as caught:
-            save_folder(engine.module, root / writer, writer=writer)
-        errors.append(str(caught.value))
+        errors.append(error_of(save_folder, engine.module, root / writer, writer=writer))
         if dist.get_rank() == 1:
             path.with_suffix('.away').rename(path)
         save_folder(engine.module, root / writer, writer=writer)
@@ -110,18 +100,17 @@ def lose_a_swap_file(engine: Any, root: Path) -> list[str]:
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('nvme')
-    return root, run_scenarios({name: partial(train_and_save, name, root) for name in ENGINES}, 2)
+    return run_scenarios({name: partial(train_and_save, name, root) for name in ENGINES}, 2, root=root)
 
 
 def test_same_files_as_from_memory(saved):
     """Byte for byte until DeepSpeed's optimizer has rounded otherwise: its swap buffers have another alignment."""
-    root, results = saved
-    check(results, 'in memory')
-    for found, _ in check(results, 'on NVMe'):
+    check(saved, 'in memory')
+    for found, _ in check(saved, 'on NVMe'):
         assert found['parameters'] == 11 and found['masters'] > 1
 
     def file(engine: str, way: str) -> Path:
-        return root / engine / way / 'model.safetensors'
+        return saved.root / engine / way / 'model.safetensors'
 
     for way in ('before training', 'masters before training'):
         assert file('on NVMe', way).read_bytes() == file('in memory', way).read_bytes(), way
@@ -138,8 +127,11 @@ def test_same_files_as_from_memory(saved):
 
 
 def test_a_lost_swap_file_is_an_error_on_every_rank(saved):
-    _, results = saved
-    for _, errors in check(results, 'on NVMe'):
+    for _, errors in check(saved, 'on NVMe'):
         assert len(errors) == 2
         for error in errors:
-            assert 'failed on rank 1: FileNotFoundError' in error and '_param.tensor.swp' in error
+            assert (
+                error.startswith('AgreedError')
+                and 'failed on rank 1: FileNotFoundError' in error
+                and '_param.tensor.swp' in error
+            )

@@ -1,18 +1,28 @@
 """DeepSpeed's other ways to use many ranks: AutoTP and Ulysses are saved as it gathers them, others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.models.adapted import adapt, assert_rounded_once
-from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.models.zoo import DECODER, ODD_DECODER, build
+from tests.helpers.models.zoo.llamas import llama
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.engines import names_read, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.zero_config import zero_config
 
@@ -28,8 +38,6 @@ WAYS = {
 
 def build_model(tied: bool = False, fused: bool = False) -> Any:
     """With heads and rows that are not even over the ranks, and biases; or with one matrix for gates and values."""
-    from tests.helpers.models.zoo import DECODER, ODD_DECODER, build
-
     if fused:
         return build('', models={'': ('Phi3ForCausalLM', 'Phi3Config', {**DECODER, 'intermediate_size': 78})})
     config = {**ODD_DECODER, 'num_key_value_heads': 5, 'tie_word_embeddings': tied}
@@ -62,8 +70,6 @@ SPLIT: dict[str, tuple[Callable[[], Any], int, dict[str, Any]]] = {
 
 def save_split(name: str, root: Path) -> tuple[Any, Any]:
     """Save before and after training. Returns where parameters lie before these saves and after."""
-    import torch.distributed as dist
-
     build, stage, section = SPLIT[name]
     model = build()
     if dist.get_rank() == 0:
@@ -87,9 +93,6 @@ def save_split(name: str, root: Path) -> tuple[Any, Any]:
 
 def save_adapted(root: Path) -> None:
     """Train adapters of layers beside those that are split."""
-    import torch
-    import torch.distributed as dist
-
     model = adapt(build_model(), torch.bfloat16)
     engine = zero_engine(model, 1, sections={'tensor_parallel': split(*MLP_LAYERS)})
     train_one_step(engine)
@@ -106,10 +109,6 @@ def save_adapted(root: Path) -> None:
 
 def save_with_trainer(root: Path) -> None:
     """Train with Trainer and its callback, whose own checkpoint has no weights under AutoTP."""
-    import torch.distributed as dist
-
-    from tests.helpers.runs import frontends as doors
-
     config = zero_config(1, sections={'tensor_parallel': {'autotp_size': 2}})
     with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
         trainer = doors.make_trainer(root, {}, bf16=True, deepspeed=config)
@@ -127,13 +126,6 @@ def places(model: Any) -> dict[str, tuple[Any, ...]]:
 
 def save_sequence_parallel(root: Path) -> set[str]:
     """Train with Ulysses (ALST) at ZeRO-3, each rank with half of a sequence; returns what was not saved in slices."""
-    import torch
-    import torch.distributed as dist
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from tests.helpers.models.zoo.llamas import llama
-
     model, n_parts = llama(num_key_value_heads=2), 2
     with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping):
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, 'sdpa', n_parts, micro_batch_size=1)
@@ -167,11 +159,6 @@ def with_adapters_of_split_layers() -> Any:
 
 
 def with_auto_ep() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-    from transformers.utils import output_capturing
-
-    from tests.helpers.models.zoo import DECODER
-
     model = MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4))
     section = dict(enabled=True, autoep_size=2, preset_model='mixtral')
     registry = output_capturing._CanRecordRegistry
@@ -182,10 +169,6 @@ def with_auto_ep() -> Any:
 
 
 def with_experts() -> Any:
-    from deepspeed.moe.layer import MoE
-
-    from tests.helpers.models.zoo.llamas import llama
-
     model = llama()
     block = model.model.layers[1]
     block.mlp = MoE(model.config.hidden_size, block.mlp, num_experts=4, ep_size=2)
@@ -193,9 +176,6 @@ def with_experts() -> Any:
 
 
 def in_a_pipeline() -> Any:
-    import deepspeed
-    from torch import nn
-
     model = deepspeed.pipe.PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
     return zero_engine(model, 0)
 
@@ -210,16 +190,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def refusal(name: str, root: Path) -> str:
-    from xhf_hooks.errors import XhfError
-
     engine = REFUSED[name][0]()
     try:
-        save_folder(engine, root)
-    except XhfError as error:
-        return str(error)
+        return error_of(save_folder, engine, root)
     finally:
         engine.destroy()
-    return 'saved'
 
 
 @pytest.fixture(scope='module')
@@ -231,52 +206,47 @@ def results(tmp_path_factory):
     scenarios |= {name: partial(save_split, name, root / name) for name in SPLIT}
     scenarios['adapted'] = partial(save_adapted, root / 'adapted')
     scenarios['trainer'] = partial(save_with_trainer, root / 'trainer')
-    return root, run_scenarios(scenarios, N_RANKS)
+    return run_scenarios(scenarios, N_RANKS, root=root)
 
 
 def test_sequence_parallelism(results):
     """It splits no weights: everything is saved in slices."""
-    root, outcomes = results
-    assert check(outcomes, 'ulysses') == [set()] * N_RANKS
+    assert check(results, 'ulysses') == [set()] * N_RANKS
     for way in WAYS:
-        assert_same_folder_tensors(root / 'ulysses' / way, root / 'ulysses' / 'theirs')
+        assert_same_folder_tensors(results.root / 'ulysses' / way, results.root / 'ulysses' / 'theirs')
 
 
 @pytest.mark.parametrize('name', SPLIT)
 def test_autotp(results, name):
-    root, outcomes = results
-    for before, after in check(outcomes, name):
+    for before, after in check(results, name):
         assert before == after
-    assert_same_folder_tensors(root / name / 'untrained', root / name / 'before splitting')
+    assert_same_folder_tensors(results.root / name / 'untrained', results.root / name / 'before splitting')
     for way in WAYS:
-        assert_same_folder_tensors(root / name / way, root / name / 'theirs')
-    trained = folder_tensors(root / name / 'theirs')
+        assert_same_folder_tensors(results.root / name / way, results.root / name / 'theirs')
+    trained = folder_tensors(results.root / name / 'theirs')
     if name == 'zero-0':
         return  # DeepSpeed shows no masters
-    masters = folder_tensors(root / name / 'masters')
+    masters = folder_tensors(results.root / name / 'masters')
     assert masters.keys() == trained.keys()
     assert all(tensor.bfloat16().equal(trained[key]) for key, tensor in masters.items())
     assert name == 'sub-parameters' or not all(t.equal(trained[key].float()) for key, t in masters.items())
 
 
 def test_autotp_beside_adapters(results):
-    root, outcomes = results
-    check(outcomes, 'adapted')
+    check(results, 'adapted')
     for way in WAYS:
-        saved = root / 'adapted' / way
-        assert_same_folder_tensors(saved / 'adapter', root / 'adapted' / 'expected_adapter')
-        assert_rounded_once(folder_tensors(saved), folder_tensors(root / 'adapted' / 'exact_merge'))
+        saved = results.root / 'adapted' / way
+        assert_same_folder_tensors(saved / 'adapter', results.root / 'adapted' / 'expected_adapter')
+        assert_rounded_once(folder_tensors(saved), folder_tensors(results.root / 'adapted' / 'exact_merge'))
 
 
 def test_autotp_of_trainer(results):
-    root, outcomes = results
-    check(outcomes, 'trainer')
-    assert_same_folder_tensors(root / 'trainer' / 'hf_model', root / 'trainer' / 'theirs')
+    check(results, 'trainer')
+    assert_same_folder_tensors(results.root / 'trainer' / 'hf_model', results.root / 'trainer' / 'theirs')
 
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_refused(results, name):
-    root, outcomes = results
-    for said in check(outcomes, name):
+    for said in check(results, name):
         assert REFUSED[name][1] in said and 'ZeRO-3' in said
-    assert not (root / name).exists()
+    assert not (results.root / name).exists()

@@ -1,41 +1,90 @@
 """Saves that a signal asks for, in real runs: all ranks save at the same iteration, the weights of it."""
 
-from __future__ import annotations
-
 import json
 import os
+import random
 import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 
-from tests.distributed.test_async import files_of
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.checks.assert_intact import assert_whole
-from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.checks.converted import assert_same_files
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
-from tests.helpers.runs.requesting_run import RandomSignals
+from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
 N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.
 LAST = 40
-NEVER_DUE = dict(interval=-1, by_epoch=False, max_keep_ckpts=-1, save_on_signal='SIGUSR2')
+NEVER_DUE = dict(interval=-1, by_epoch=False, max_keep_ckpts=-1, save_on_signal='SIGUSR2', save_last=False)
 #: Training checkpoints would take most of the time.
 NO_CHECKPOINTS = dict(type='CheckpointHook', interval=-1, by_epoch=False)
 
 
-def random_signals(work_dir: Path) -> Any:
-    """Runs on: all ranks."""
-    signals = dict(type='RandomSignals', n_signals=N_SIGNALS, seed=1)
-    hook = dict(NEVER_DUE, async_save=True)
-    log_dir = run(dict(hook=hook, stage=3, max_iters=10_000, checkpoint=NO_CHECKPOINTS, hooks=[signals]), work_dir)
-    asked = RandomSignals.newest
-    return log_dir, asked.saved, asked.sent
+@HOOKS.register_module()
+class RandomSignals(Hook):
+    """Sends signals to a random rank, each at a random instant after the save that the one before asked for.
+
+    Attributes:
+        sent: Iterations done at each signal that this rank has got, by number.
+    """
+
+    def __init__(self) -> None:
+        self._random, self._n_asked = random.Random(1), 0
+        self.sent: dict[int, int] = {}
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        n_saved = [len(saves(Path(runner.log_dir)))]
+        dist.broadcast_object_list(n_saved)
+        if n_saved == [N_SIGNALS]:
+            runner.train_loop.stop_training = True
+        elif n_saved == [self._n_asked]:
+            number, self._n_asked = self._n_asked, self._n_asked + 1
+            rank, delay = self._random.randrange(dist.get_world_size()), self._random.random() * 0.06
+            if dist.get_rank() == rank:
+                threading.Timer(delay, self._send, (runner, number)).start()
+
+    def _send(self, runner: Any, number: int) -> None:
+        self.sent[number] = runner.iter  # one less if the end of the iteration was not counted yet
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+@HOOKS.register_module()
+class AtIteration(Hook):
+    """Sends a signal to all ranks, one after another, at an iteration; or to one rank, in the validation after it."""
+
+    def __init__(self, iteration: int, ask: str, in_validation_of_rank: int | None = None) -> None:
+        self._iteration, self._ask, self._rank = iteration, ask, in_validation_of_rank
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        time.sleep(0.01)
+        if self._rank is None and runner.iter == self._iteration:
+            time.sleep(0.05 * runner.rank)
+            os.kill(os.getpid(), getattr(signal, self._ask))
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if self._rank is not None and runner.iter == self._iteration:
+            time.sleep(0.05)
+            if batch_idx == 0 and runner.rank == self._rank:
+                os.kill(os.getpid(), getattr(signal, self._ask))
+
+
+def random_signals(work_dir: Path) -> tuple[str, dict[int, int]]:
+    how = dict(hook=dict(NEVER_DUE, async_save=True), checkpoint=NO_CHECKPOINTS, hooks=[dict(type='RandomSignals')])
+    runner = train(run_config(work_dir, stage=3, max_iters=10_000, **how))
+    return runner.log_dir, next(hook.sent for hook in runner.hooks if isinstance(hook, RandomSignals))
 
 
 def every_iteration(work_dir: Path) -> str:
@@ -51,11 +100,7 @@ def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: 
 
 
 def with_handler(work_dir: Path) -> list[int]:
-    """SIGTERM to all ranks, in a program whose handler lets training go on. Runs on: all ranks.
-
-    Returns:
-        How many saves there are when the handler is called.
-    """
+    """SIGTERM to all ranks, and a handler that lets training go on: how many saves it finds. Runs on: all ranks."""
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda *_: called.append(len([*work_dir.glob('*/hf_model')])))
     try:
@@ -67,10 +112,6 @@ def with_handler(work_dir: Path) -> list[int]:
 
 def callback(work_dir: Path) -> list[str]:
     """Rank 1 gets a signal when training begins. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from xhf_hooks.integrations.transformers import HFCheckpointCallback
-
     begin = HFCheckpointCallback.on_train_begin
 
     def on_train_begin(*args: Any, **named: Any) -> None:
@@ -83,16 +124,11 @@ def callback(work_dir: Path) -> list[str]:
         return trainer_run(options, dict(max_steps=LAST), zero_config(2), work_dir)
 
 
+IN_VALIDATION = dict(iteration=4, ask='SIGUSR2', in_validation_of_rank=2)
 SCENARIOS: dict[str, Any] = {
     'random': random_signals,
     'every': every_iteration,
-    'validation': partial(
-        asked,
-        dict(async_save=True),
-        dict(iteration=4, ask='SIGUSR2', in_validation_of_rank=2),
-        scores=[0.5] * 6,
-        max_iters=8,
-    ),
+    'validation': partial(asked, dict(async_save=True), IN_VALIDATION, scores=[0.5] * 6, max_iters=8),
     'goes_on': with_handler,
     'callback': callback,
 }
@@ -106,65 +142,46 @@ def finished(tmp_path_factory):
     return root, partial(check, results)
 
 
-def only_log_dir(root: Path, name: str) -> Path:
+def only_saves(root: Path, name: str) -> list[int]:
     (newest,) = (root / name).glob('*/hf_model')
-    return newest.parent
+    return sorted(saves(newest.parent).values())
 
 
 def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished):
     _, outcome = finished
-    ranks = outcome('random')
-    log_dir, saved, _ = ranks[0]
-    assert all(rank[:2] == (log_dir, saved) for rank in ranks)
-    assert len(saved) == N_SIGNALS and saved == sorted(saved)
-    sent = {number: iteration for *_, own in ranks for number, iteration in own.items()}
+    (log_dir, _), *_ = ranks = outcome('random')
+    found = saves(Path(log_dir))
+    assert len(found) == N_SIGNALS
+    sent = {number: at for _, own in ranks for number, at in own.items()}
     assert sorted(sent) == list(range(N_SIGNALS))
-    for number, iteration in sent.items():
-        assert iteration <= saved[number] <= iteration + 5, 'saved before it was asked for, or much later'
-    found = {iteration: folder for folder, iteration in saves(Path(log_dir)).items()}
-    assert set(saved) <= set(found)
-    for folder in found.values():
+    for number, saved in enumerate(sorted(found.values())):
+        assert sent[number] <= saved <= sent[number] + 5, 'saved before it was asked for, or much later'
+    for folder in found:
         assert_whole(Path(log_dir, folder))
 
 
 def test_the_weights_are_those_of_the_step(finished):
     _, outcome = finished
-    log_dir = outcome('random')[0][0]
-    other = Path(outcome('every')[0])
-    expected = {iteration: folder for folder, iteration in saves(other).items()}
-    compared = 0
-    for folder, iteration in saves(Path(log_dir)).items():
-        if iteration in expected:
-            assert files_of(Path(log_dir, folder)) == files_of(other / expected[iteration]), iteration
-            compared += 1
-    assert compared, 'all saves are of later iterations than the other run has'
+    log_dir, other = Path(outcome('random')[0][0]), Path(outcome('every')[0])
+    expected = {at: folder for folder, at in saves(other).items()}
+    both = [(folder, expected[at]) for folder, at in saves(log_dir).items() if at in expected]
+    assert both, 'all saves are of later iterations than the other run has'
+    for folder, of_every in both:
+        assert_same_files(log_dir / folder, other / of_every)
 
 
 def test_one_save_then_training_goes_on(finished):
     """Where the program's own handler of SIGTERM, which is called after the save, lets it."""
     root, outcome = finished
     assert outcome('goes_on') == [[1]] * 3
-    asked_for, last = sorted(saves(only_log_dir(root, 'goes_on')).values())
-    assert 5 < asked_for < LAST == last
+    (asked_for,) = only_saves(root, 'goes_on')
+    assert 5 < asked_for < LAST
 
 
 def test_in_a_validation_it_is_the_step_before(finished):
     root, outcome = finished
     outcome('validation')
-    assert sorted(saves(only_log_dir(root, 'validation')).values()) == [4, 8]
-
-
-def preempted_by_default(work_dir: Path) -> None:
-    options = dict(save_on_signal='SIGTERM', async_save=True)
-    asked(options, dict(iteration=5, ask='SIGTERM'), work_dir, stage=3, ddp=False)
-
-
-def test_sigterm_kills_after_the_save_where_nothing_handles_it(tmp_path):
-    assert run_ranks(preempted_by_default, 2, tmp_path / 'run', expected_deaths=(0, 1)) == [None, None]
-    log_dir = only_log_dir(tmp_path, 'run')
-    assert list(saves(log_dir)) == ['hf_model']
-    assert 5 < saves(log_dir)['hf_model'] < LAST
-    assert_whole(log_dir / 'hf_model')
+    assert only_saves(root, 'validation') == [4]
 
 
 def test_trainer_saves_on_a_signal(finished):

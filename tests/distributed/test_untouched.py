@@ -1,17 +1,20 @@
 """A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
 
 from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import zero_engine
+from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks.sources import source_for
 
 #: Stage, and fields of zero_optimization: small parameters may stay whole on every rank between iterations.
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -31,10 +34,6 @@ def train_both(stage: int, zero: dict[str, Any], root: Path) -> None:
     nothing of the others (see ``xhf_hooks/sources/zero3.py``): now and then it trains on memory that nothing
     initialised, and never the same twice. So each is waited for here.
     """
-    import deepspeed
-
-    from tests.helpers.runs.toy_run import run_config, train
-
     start = deepspeed.comm.all_gather_into_tensor
 
     def waited_for(*args: Any, **options: Any) -> Any:
@@ -53,12 +52,6 @@ def count_missing(persistent: bool) -> dict[str, int]:
 
     DeepSpeed waits for the last of its all-gathers only.
     """
-    import torch
-    from torch import nn
-
-    from tests.helpers.runs.engines import zero_engine
-    from xhf_hooks.sources import source_for
-
     model = nn.Module()
     model.large, model.small = nn.Parameter(torch.ones(N_LARGE)), nn.Parameter(torch.ones(2))
     threshold = 10 * N_LARGE if persistent else 0
@@ -82,20 +75,19 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp('untouched')
     scenarios: dict[str, Any] = {name: partial(train_both, *how, root / name) for name, how in ENGINES.items()}
     scenarios |= {f'arrival_{persistent}': partial(count_missing, persistent) for persistent in (False, True)}
-    return root, run_scenarios(scenarios, 2)
+    return run_scenarios(scenarios, 2, root=root)
 
 
 @pytest.mark.parametrize('name', ENGINES)
 def test_same_weights_and_optimizer_state(trained, name):
-    root, results = trained
-    check(results, name)
-    assert list((root / name / 'with').glob('*/hf_model/model.safetensors'))
-    assert _differing(root / name / 'with', root / name / 'without') == []
+    check(trained, name)
+    assert list((trained.root / name / 'with').glob('*/hf_model/model.safetensors'))
+    assert _differing(trained.root / name / 'with', trained.root / name / 'without') == []
 
 
 @pytest.mark.parametrize('persistent', [False, True])
 def test_what_has_been_gathered_is_there(trained, persistent):
-    assert check(trained[1], f'arrival_{persistent}') == [{'gathered': 0, 'afterwards': 0}] * 2
+    assert check(trained, f'arrival_{persistent}') == [{'gathered': 0, 'afterwards': 0}] * 2
 
 
 def _differing(one: Path, other: Path) -> list[str]:

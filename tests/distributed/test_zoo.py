@@ -4,13 +4,13 @@ Families that transformers 4.52 to 4.57 rename are also saved with an adapter me
 this file with such a transformers, too.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
@@ -30,10 +30,6 @@ RENAMED = [family for family in ('llava', 'qwen2_vl', 'gemma3') if available(fam
 
 
 def save_family(family: str, root: Path) -> None:
-    """Runs on: all ranks."""
-    import torch
-    import torch.distributed as dist
-
     model = build(family)
     for parameter in model.parameters():  # not the buffers: DeepSpeed leaves those in fp32, too
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -50,10 +46,6 @@ def save_family(family: str, root: Path) -> None:
 
 
 def save_adapted(family: str, root: Path) -> None:
-    """Runs on: all ranks."""
-    import torch
-    import torch.distributed as dist
-
     model = adapted(family, torch.float32)
     if dist.get_rank() == 0:
         merged_by_peft(model, root / family / 'expected_merge')
@@ -68,16 +60,15 @@ def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('zoo')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
     scenarios |= {f'{family}-adapted': partial(save_adapted, family, root) for family in RENAMED}
-    return root, run_scenarios(scenarios, 2)
+    return run_scenarios(scenarios, 2, root=root)
 
 
 @pytest.mark.parametrize('family', AVAILABLE)
 def test_same_as_save_pretrained(saved, family):
-    root, results = saved
-    check(results, family)
-    expected, found = root / family / 'expected', root / family / 'gather'
+    check(saved, family)
+    expected, found = saved.root / family / 'expected', saved.root / family / 'gather'
     for writer in ('gather', 'positional', 'stream'):
-        assert (expected / WEIGHTS).read_bytes() == (root / family / writer / WEIGHTS).read_bytes(), writer
+        assert (expected / WEIGHTS).read_bytes() == (saved.root / family / writer / WEIGHTS).read_bytes(), writer
     assert_loads_clean(found, type(build(family)))
     assert_same_config(found, expected)
     generation = [json.loads(p.read_text()) for f in (expected, found) for p in f.glob('generation_config.json')]
@@ -86,9 +77,8 @@ def test_same_as_save_pretrained(saved, family):
 
 @pytest.mark.parametrize('family', RENAMED)
 def test_merged_adapter(saved, family):
-    root, results = saved
-    check(results, f'{family}-adapted')
-    folder = root / family
+    check(saved, f'{family}-adapted')
+    folder = saved.root / family
     assert_same_folder_tensors(folder / 'expected_merge', folder / 'merge')
     adapter = 'adapter_model.safetensors'
     assert (folder / 'merge' / 'adapter' / adapter).read_bytes() == (folder / 'expected_adapter' / adapter).read_bytes()
@@ -97,8 +87,7 @@ def test_merged_adapter(saved, family):
 
 @pytest.mark.parametrize('family', RENAMED)
 def test_converted(saved, family, tmp_path):
-    root, results = saved
-    check(results, family)
-    found = convert(root / family / 'checkpoint', tmp_path / 'out', '--base', root / family / 'expected', '--verify')
-    assert (found / WEIGHTS).read_bytes() == (root / family / 'expected' / WEIGHTS).read_bytes()
+    folder = saved.folder(family)
+    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'expected', '--verify')
+    assert (found / WEIGHTS).read_bytes() == (folder / 'expected' / WEIGHTS).read_bytes()
     assert verify([str(found)]) == 0

@@ -1,7 +1,5 @@
 """What continuous integration runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

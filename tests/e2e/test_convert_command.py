@@ -1,7 +1,5 @@
 """The command xhf-convert on a checkpoint of one file: what it prints, refuses, and leaves when it fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -57,21 +55,6 @@ def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
     manifest = json.loads((tmp_path / 'out' / 'xhf_manifest.json').read_text())
     assert manifest['iteration'] == 7 and manifest['engine'] == 'torch'
     assert leftovers(tmp_path) == ['out']
-
-
-@pytest.mark.parametrize('dtype', ['keep', 'float16'])
-def test_tensors_larger_than_a_block(trained, tmp_path, monkeypatch, dtype):
-    """Real blocks are 4 MB; each thread has its own, and none is written twice or left out."""
-    from xhf_hooks.convert import weights
-
-    checkpoint = str(trained / 'iter_7.pth')
-    assert main([checkpoint, str(tmp_path / 'whole'), '--dtype', dtype]) == DONE
-    monkeypatch.setattr(weights, 'PART_NBYTES', 4096)
-    options = ['--dtype', dtype, '--workers', '4', '--verify', '--max-shard-size', '30KB']
-    assert main([checkpoint, str(tmp_path / 'cut'), *options]) == DONE
-    whole, cut = folder_tensors(tmp_path / 'whole'), folder_tensors(tmp_path / 'cut')
-    assert whole.keys() == cut.keys() and len(list((tmp_path / 'cut').glob('*.safetensors'))) > 1
-    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
 
 
 def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):

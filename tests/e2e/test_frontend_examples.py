@@ -1,7 +1,5 @@
 """Each script of configs/frontends trains on two processes, and what it saves is the model, complete."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

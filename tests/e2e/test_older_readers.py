@@ -1,7 +1,5 @@
 """Folders that transformers 5 saves, read by transformers 4: the same token ids and logits, nothing missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

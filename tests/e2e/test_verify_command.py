@@ -1,7 +1,5 @@
 """The command xhf-verify: exit status, what it prints where, and loading."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -22,9 +22,15 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.tiny_checkpoint import iteration
+from tests.helpers.runs.zero_config import zero_config
 
 WORLD_SIZE = 2
 WAYS = [
@@ -168,17 +174,8 @@ class Run:
     """Saves of a tiny model at ZeRO-3. Runs on: all ranks."""
 
     def __init__(self, parent: Path, way: str) -> None:
-        import deepspeed
-        import torch
-        import torch.distributed as dist
-
-        from tests.helpers.models.zoo.llamas import odd_llama
-        from tests.helpers.runs.zero_config import zero_config
+        from tests.helpers.runs.engines import make_manager
         from xhf_hooks.collective import Collective
-        from xhf_hooks.options import HookOptions
-        from xhf_hooks.saves.manager import CheckpointManager
-        from xhf_hooks.saves.telemetry import RunLog
-        from xhf_hooks.saves.unwrap import unwrap
 
         self.faults, self.rank, self._group = faults_of_this_process(), dist.get_rank(), dist.new_group(backend='gloo')
         with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
@@ -191,34 +188,25 @@ class Run:
         logger, handler = logging.Logger('run'), logging.Handler()
         handler.emit = lambda record: self.lines.append(record.getMessage())
         logger.addHandler(handler)
-        self.saves = CheckpointManager(
-            unwrap(self.model),
-            self.folder,
-            HookOptions(on_error='raise', interval=1, **options),
-            RunLog(logger, 'run'),
-            when='always',
-            collective=Collective(timeout_secs=60),
-        )
+        options |= dict(on_error='raise', collective=Collective(timeout_secs=60))
+        self.saves = make_manager(self.model, self.folder, logger, **options)
 
     def save(self) -> str:
         """What came of a save; empty when all is well."""
-        from tests.helpers.faults.kill_runs import fill
-        from xhf_hooks.planning.types import Step
+        from tests.helpers.faults.numbered import fill
 
         self.number += 1
         fill(self.model, self.number)
         self.lines.clear()
         try:
-            self.saves.save(Step('iter', self.number, self.number))
+            self.saves.save(iteration(self.number))
             self.saves.collect()
         except Exception as error:
             return f'{type(error).__name__}: {error}'
         return ''.join(line for line in self.lines if 'is saved, but' in line)
 
     def end(self) -> None:
-        from xhf_hooks.planning.types import Step
-
-        self.saves.finish(Step('iter', self.number, self.number))  # uploads need all ranks
+        self.saves.finish(iteration(self.number))  # uploads need all ranks
         self.saves.close()
 
     def is_committed(self) -> bool:
@@ -226,8 +214,6 @@ class Run:
         return json.loads((self.folder / 'xhf_manifest.json').read_text())['iteration'] == self.number
 
     def gather(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
         values = [None] * WORLD_SIZE
         dist.all_gather_object(values, value, group=self._group)
         return values

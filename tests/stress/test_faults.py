@@ -3,9 +3,6 @@
 Calls to the file system fail in the call itself (an LD_PRELOAD library), whoever makes it.
 """
 
-from __future__ import annotations
-
-import ctypes
 import errno
 import itertools
 import os
@@ -14,19 +11,33 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.checks.assert_intact import check_all, hidden
 from tests.helpers.faults.fault_layer import fault, launch, no_exchange
-from tests.helpers.ranks.scenarios import check
+from tests.helpers.faults.numbered import fill
+from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.scenarios import check, error_of
+from tests.helpers.runs.engines import make_saver, save_folder
+from tests.helpers.runs.tiny_checkpoint import iteration
+from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.writers.writer import Writer
 
 pytestmark = pytest.mark.needs('root', 'compiler')
 
@@ -37,7 +48,6 @@ EIO, ENOSPC = errno.EIO, errno.ENOSPC
 #: around DeepSpeed's gathers. test_every_function has the first call of all else.
 STAGES = {
     'gather': (LAST, 'gather', 'xhf_hooks.sources.zero3.Zero3Source._gather_partitions', 0),
-    'check': (0, 'gather', 'xhf_hooks.sources.read.made_from', 0),
     'pack': (LAST, 'stream', 'xhf_hooks.sources.send._fill', 1),
     'room': (0, 'stream', 'xhf_hooks.sources.host_memory.BufferPool.take', 2),
     'room_of_all': (LAST, 'parallel', 'xhf_hooks.sources.host_memory.BufferPool.take', 2),
@@ -66,15 +76,6 @@ class Run:
     """Saves of one tiny model at ZeRO-3, numbered. Runs on: all ranks."""
 
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, **options: Any) -> None:
-        import deepspeed
-        import torch
-
-        from tests.helpers.models.zoo.llamas import odd_llama
-        from tests.helpers.runs.engines import make_saver
-        from tests.helpers.runs.zero_config import zero_config
-        from xhf_hooks.collective import Collective
-        from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-
         self.collective = Collective(timeout_secs=timeout_secs)
         with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
             self.model = odd_llama(tied=True)
@@ -87,17 +88,9 @@ class Run:
 
     def save(self, number: int, injected: AbstractContextManager[Any] = nullcontext()) -> str:  # noqa: B008
         """What came of it; empty when all is well."""
-        from tests.helpers.faults.kill_runs import fill
-        from xhf_hooks.errors import XhfError
-        from xhf_hooks.planning.types import Step
-
         fill(self.model, number)
-        try:
-            with injected:
-                self.saver.save(self.folder, Step('iter', number, number))
-        except XhfError as error:
-            return f'{type(error).__name__}: {error}'
-        return ''
+        with injected:
+            return error_of(self.saver.save, self.folder, iteration(number))
 
     def when_all_are_here(self, look: Callable[..., Any], *args: Any) -> Any:
         self.collective.agree('test')
@@ -169,8 +162,6 @@ def fault_of(name: str) -> tuple[int, str, AbstractContextManager[Any], str]:
 
 def removed(parent: Path) -> dict[str, Any]:
     """Staging, then the newest save, then the whole folder is removed by somebody else. Runs on: all ranks."""
-    from xhf_hooks.writers.output_file import OutputFile
-
     run, report = Run(parent), {}
     run.save(1)
     write = OutputFile.write
@@ -195,8 +186,6 @@ def full_disk(parent: Path, can_reserve: bool) -> dict[str, Any]:
     Args:
         can_reserve: The file system can give a file its room before it is written; else fallocate says that it cannot.
     """
-    from xhf_hooks.writers.writer import Writer
-
     run = Run(parent, 'stream')
     first = run.save(1)
     write, n_written = Writer.write, itertools.count()
@@ -226,10 +215,6 @@ def _fill(filler: Path, leave_nbytes: int) -> None:
 
 def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
     """A group's folder, and a umask for it; what each path gets. Runs on: all ranks."""
-    import torch.distributed as dist
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     if dist.get_rank() == 0:
         parent.mkdir()
         os.chown(parent, -1, 12_345)
@@ -249,57 +234,25 @@ def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
     return {(path.name, oct(path.stat().st_mode & 0o7777), path.stat().st_gid, path.is_dir()) for path in paths}
 
 
-def refused(finals: list[Path], *, may_write: bool = True) -> list[str]:
-    """Errors of saves to these folders. Runs on: all ranks.
-
-    Args:
-        may_write: Else, not where others alone may, although it is root's process.
-    """
-    from tests.helpers.models.zoo.llamas import odd_llama
-    from tests.helpers.runs.engines import save_folder
-    from xhf_hooks.errors import XhfError
-
-    messages = []
-    with nullcontext() if may_write else _held_to_permissions():
-        for final in finals:
-            try:
-                save_folder(odd_llama(), final)
-                messages.append('')
-            except XhfError as error:
-                messages.append(f'{type(error).__name__}: {error}')
-    return messages
-
-
-@contextmanager
-def _held_to_permissions() -> Iterator[None]:
-    """Without CAP_DAC_OVERRIDE, for this thread. Another user could not read a clone below a home of mode 700."""
-    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, sets) == 0
-    before = sets[0]  # the effective ones
-    sets[0] = before & ~(1 << 1)
-    assert libc.capset(header, sets) == 0
-    try:
-        yield
-    finally:
-        sets[0] = before
-        libc.capset(header, sets)
+def long_names(root: Path) -> list[str]:
+    """Errors of saves to folders of long names. Runs on: all ranks."""
+    return [error_of(save_folder, odd_llama(), root / name) for name in ('n' * 240, 'ü' * 120, 'n' * 231)]
 
 
 def few_open_files(parent: Path) -> list[str]:
     """A file for each tensor, with a low soft limit, then with a low hard one, for good. Runs on: all ranks."""
-    from tests.helpers.runs.engines import make_saver
-    from xhf_hooks.errors import XhfError
-
     run, messages = Run(parent), []
     assert run.save(1) == ''  # whatever is imported and connected first
     n_open = len(os.listdir('/proc/self/fd'))
+
+    def save_many_files(number: int) -> None:
+        run.saver = make_saver(run.model, run.collective, writer='positional', max_shard_size=100)
+        run.saver.save(run.folder, iteration(number))
+
+    fill(run.model, 2)
     for number, hard in enumerate([4096, n_open + 8], start=2):
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 8, hard))
-        try:
-            run.saver = make_saver(run.model, run.collective, writer='positional', max_shard_size=100)
-            messages.append(run.save(number))
-        except XhfError as error:
-            messages.append(str(error))
+        messages.append(error_of(save_many_files, number))
     assert run.found() == {'hf_model': 2}
     return messages
 
@@ -319,25 +272,15 @@ def late(parent: Path) -> list[Any]:
 
 def other_model(parent: Path) -> str:
     """Another one on one rank. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from tests.helpers.models.zoo.llamas import odd_llama
-    from tests.helpers.runs.engines import save_folder
-    from xhf_hooks.errors import RanksDifferError
-
-    with pytest.raises(RanksDifferError) as caught:
-        save_folder(odd_llama(tied=dist.get_rank() == 1), parent / 'hf_model')
-    return str(caught.value)
+    return error_of(save_folder, odd_llama(tied=dist.get_rank() == 1), parent / 'hf_model')
 
 
 def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
     """All of this module, for one launch."""
     odd = root / ODD_PLACE
     found: dict[str, Callable[[], Any]] = {name: partial(save_fail_save, odd / name, name) for name in FAULTS}
-    for one in (removed, permissions, other_model, late):
+    for one in (removed, permissions, other_model, late, long_names):
         found[one.__name__] = partial(one, root / one.__name__)
-    found['of_another_user'] = partial(refused, [root / 'of_another_user' / 'run' / 'hf_model'], may_write=False)
-    found['long_names'] = partial(refused, [root / name for name in ('n' * 240, 'ü' * 120, 'n' * 231)])
     for can_reserve in (False, True):
         found[f'full_disk_{can_reserve}'] = partial(full_disk, root / 'disk' / str(can_reserve), can_reserve)
     found['few_open_files'] = partial(few_open_files, root / 'few_open_files')  # last, since the limit stays
@@ -347,8 +290,6 @@ def scenarios(root: Path) -> dict[str, Callable[[], Any]]:
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('faults')
-    (root / 'of_another_user').mkdir()
-    os.chown(root / 'of_another_user', 65_534, -1)
     (root / 'disk').mkdir()
     (root / 'real').mkdir()
     (root / 'link').symlink_to('real')
@@ -410,11 +351,6 @@ def test_files_get_the_modes_and_the_group_that_the_user_wants(results):
     assert [one for one in found if one[1:3] != wanted[one[3]]] == []
 
 
-def test_a_user_who_may_not_write_is_told_before_training(results):
-    (message,) = of_all_ranks(results, 'of_another_user')
-    assert message.startswith('AgreedError') and 'Permission denied' in message and 'set out_dir' in message
-
-
 def test_a_name_that_is_too_long_is_told_before_training(results):
     *long, fits = of_all_ranks(results, 'long_names')
     assert fits == '' and all('TargetError' in message and 'out_dir' in message for message in long)
@@ -431,4 +367,5 @@ def test_a_rank_that_is_too_late(results):
 
 
 def test_different_models_are_named_on_both_sides(results):
-    assert 'differs between ranks 0 and [1]' in of_all_ranks(results, 'other_model')
+    message = of_all_ranks(results, 'other_model')
+    assert message.startswith('RanksDifferError') and 'differs between ranks 0 and [1]' in message

@@ -1,13 +1,161 @@
-"""Runs that are killed at random instants of a save. With ``--times 10`` each ten times, keeping one to three saves."""
+"""Runs that save continuously and are killed at random instants. With ``--times 10`` each ten times.
 
-from __future__ import annotations
+Each life is a group of real ranks, forked from the server of `tests.helpers.ranks.launch`.
+"""
 
+import itertools
+import multiprocessing
+import os
 import random
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import pytest
 
-from tests.helpers.faults.kill_runs import NAME, Kind, live_and_die, next_start
+from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
+from tests.helpers.faults.numbered import NAME, fill, tiny_model
+from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
+from tests.helpers.ranks.launch import HANG_SECS, start_process
+from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import XhfError
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+
+#: About the time of a save of these models; a kill comes at a random instant within a little more than that.
+SAVE_SECS = 0.12
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a run saves and is killed.
+
+    Attributes:
+        zero3: Whether DeepSpeed partitions parameters; otherwise every rank has all of them.
+        victims: 'all' or 'one' (a random rank).
+    """
+
+    writer: str
+    in_background: bool
+    zero3: bool
+    signal: signal.Signals
+    victims: str
+
+    def __str__(self) -> str:
+        way = f'{self.writer}{"_async" if self.in_background else ""}'
+        return f'{way}_{"zero3" if self.zero3 else "whole"}_{self.signal.name}_{self.victims}'
+
+
+@dataclass(frozen=True)
+class Death:
+    """The outcome of one life: the last save that a rank saw committed, and what the survivors said.
+
+    Attributes:
+        copied: The last background save for which all ranks had copied their bytes.
+    """
+
+    copied: int
+    committed: int
+    survivors: list[str]
+
+
+def live_and_die(parent: Path, kind: Kind, first: int, dice: random.Random, max_keep: int = 1) -> Death:
+    """Run one life in ``parent``, with saves numbered from ``first``, and check what is visible afterwards.
+
+    Raises:
+        AssertionError: A visible save is incomplete, a committed save is lost, or a survivor hangs.
+    """
+    ends = [multiprocessing.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
+    store = parent.with_name(f'{parent.name}.store{first}')
+    ranks: list[Any] = []
+    readers = [ours for ours, _ in ends]
+    with ending(ranks, kind):
+        for rank, (_, theirs) in enumerate(ends):
+            ranks.append(start_process(_live, parent, kind, first, max_keep, rank, str(store), theirs))
+            theirs.close()
+        strike = first + dice.randrange(3)
+        said = _listen(readers, until=('began', strike))
+        time.sleep(dice.random() * SAVE_SECS)
+        victims = ranks if kind.victims == 'all' else [dice.choice(ranks)]
+        for victim in victims:
+            os.kill(victim.pid, kind.signal)
+        said += _listen(readers, until=None)
+    store.unlink(missing_ok=True)
+    for victim in victims:
+        assert victim.exitcode == -kind.signal, f'{kind}: a victim ended with {victim.exitcode}: {said[-3:]}'
+    began, committed = (max([n for what, n in said if what == word], default=0) for word in ('began', 'committed'))
+    found = check_all(parent).get(NAME, 0)
+    assert committed <= found <= began, f'{kind}: save {committed} is lost, found {found}'
+    copied = max([n for what, n in said if what == 'copied' and said.count((what, n)) == WORLD_SIZE], default=0)
+    return Death(copied, committed, [text for what, text in said if what == 'error'])
+
+
+def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
+    """Clean up like the next run and return what it finds before it saves. Runs in this process.
+
+    Raises:
+        AssertionError: There are leftovers, or the newest save is older than before.
+    """
+    before = check_all(parent)
+    folder = CheckpointFolder(parent / NAME, max_keep)
+    folder.claim()
+    folder.release()
+    after = check_all(parent)
+    assert hidden(parent) == []
+    assert after.get(NAME, 0) >= before.get(NAME, 0)
+    return after
+
+
+def _listen(readers: list[Connection], until: tuple[str, int] | None) -> list[tuple[str, Any]]:
+    """Messages of ranks, until one of them is ``until`` or all ranks have ended."""
+    said: list[tuple[str, Any]] = []
+    while readers and until not in said:
+        ready = wait(readers, timeout=HANG_SECS)
+        assert ready, f'nothing was said for {HANG_SECS} s, after {said[-5:]}'
+        for reader in ready:
+            try:
+                said.append(reader.recv())
+            except (EOFError, ConnectionResetError):
+                readers.remove(reader)
+    assert until is None or until in said, f'the ranks ended before {until}: {said}'
+    return said
+
+
+def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store: str, connection: Connection) -> None:
+    """One rank. Ends when it is killed, or after reporting the loss of another rank."""
+    join_group(rank, store)
+    try:
+        _save_for_ever(parent, kind, first, max_keep, connection)
+    except XhfError as error:
+        connection.send(('error', f'{type(error).__name__}: {error}'))
+    except BaseException as error:
+        connection.send(('error', f'not ours: {error!r}'))
+    connection.close()
+    os._exit(3)  # at once: the process group is broken
+
+
+def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
+    model = tiny_model(kind.zero3)
+    how = dict(writer=kind.writer, async_save=kind.in_background, bucket_size=20_000, max_shard_size=10_000)
+    how |= dict(max_keep_ckpts=max_keep, on_error='raise', collective=Collective(timeout_secs=HANG_SECS))
+    saves = make_manager(model, parent / NAME, **how)
+    for number in itertools.count(first):
+        fill(model, weight_of(number))
+        connection.send(('began', number))
+        saves.save(iteration(number))
+        if kind.in_background:
+            connection.send(('copied', number))
+            fill(model, -1)  # training goes on
+            saves.collect()
+        connection.send(('committed', number))
+
+
+# The tests
 
 #: Each writer, both signals, all ranks and one, in the background and not, at ZeRO-3 and not.
 KINDS = [

@@ -1,7 +1,5 @@
 """The same saves, and what a command sees of them, on ext4, XFS, Btrfs and tmpfs."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.faults import network_saves as saves
-from tests.helpers.faults.kill_runs import NAME
 from tests.helpers.faults.network_saves import Way
+from tests.helpers.faults.numbered import NAME
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.ranks.processes import environment
 from tests.helpers.ranks.scenarios import check, run_scenarios

@@ -4,8 +4,6 @@
 how it is judged. With ``--times 3`` the saves in a row are made three times.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -16,14 +14,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers.checks.assert_intact import check_all
 from tests.helpers.faults import network_saves as saves
-from tests.helpers.faults.kill_runs import NAME, tiny_model
 from tests.helpers.faults.moosefs import Host, MooseFS, moosefs
 from tests.helpers.faults.network_saves import Way, look
+from tests.helpers.faults.numbered import NAME, tiny_model
 from tests.helpers.ranks.launch import run_ranks
-from tests.helpers.ranks.scenarios import check, run_scenarios_on_rank
+from tests.helpers.ranks.scenarios import check, error_of, run_scenarios_on_rank
+from xhf_hooks.writers.output_file import OutputFile
 
 pytestmark = pytest.mark.needs('MooseFS')
 
@@ -59,7 +60,6 @@ def on_hosts(hosts: Sequence[Host], function: Callable[..., Any], *args: Any) ->
     """Call ``function(*args)`` on the host of this rank, in a process group. Runs on: all ranks, with ``init=None``."""
     hosts[int(os.environ['RANK'])].enter()
     import deepspeed
-    import torch
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend='gloo')
@@ -93,11 +93,6 @@ def save_until_death(host: Host, parent: Path) -> str:
 
     It dies before it writes: after a write, the server lets nobody else write there for two minutes.
     """
-    import torch.distributed as dist
-
-    from xhf_hooks.errors import XhfError
-    from xhf_hooks.writers.output_file import OutputFile
-
     model, way = tiny_model(zero3=True), Way('positional', 'call')
     for number in (1, 2):
         saves.call_save(model, way, parent, number)
@@ -110,11 +105,7 @@ def save_until_death(host: Host, parent: Path) -> str:
         write(self, *args)
 
     with mock.patch.object(OutputFile, 'write', write_or_die):
-        try:
-            saves.call_save(model, way, parent, 3)
-        except XhfError as error:
-            return f'{type(error).__name__}: {error}'
-    return 'no error'
+        return error_of(saves.call_save, model, way, parent, 3)
 
 
 def test_when_the_host_of_rank_0_dies_its_last_save_is_whole(fs):
@@ -154,10 +145,6 @@ def test_five_saves_in_a_row(rows, hosts, way):
 
 def save_until_rename(before: int, parent: Path) -> None:
     """Save twice; a third save ends before a rename. Runs on: all ranks."""
-    import torch.distributed as dist
-
-    from xhf_hooks.errors import XhfError
-
     model = tiny_model(zero3=True)
     run = saves.run_of(model, Way('positional', 'run', 2), parent)
     for number in (1, 2):
@@ -171,9 +158,7 @@ def save_until_rename(before: int, parent: Path) -> None:
         rename(*args, **kwargs)
 
     with mock.patch('os.rename', rename_or_die if dist.get_rank() == 0 else rename):
-        try:
-            saves.save_in_run(run, model, 3)
-        except XhfError:
+        if error_of(saves.save_in_run, run, model, 3):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -196,10 +181,6 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> A
 
     Runs on: all ranks, without a process group.
     """
-    import torch
-
-    from xhf_hooks.errors import XhfError
-
     is_first = os.environ['RANK'] == '0'
     hosts[int(os.environ['RANK'])].enter()
     torch.set_num_threads(1)
@@ -228,11 +209,7 @@ def two_runs(hosts: Sequence[Host], parent: Path, signs: Path, judge: Host) -> A
     assert (parent / f'.{NAME}.lock').exists()
     (signs / 'looked').touch()
     wait_for('saved')
-    try:
-        saves.call_save(model, way, parent, 10)
-        message = 'no error'
-    except XhfError as refused:
-        message = str(refused)
+    message = error_of(saves.call_save, model, way, parent, 10)
     (signs / 'refused').touch()
     wait_for('ended')
     before = look(judge.sees(parent))

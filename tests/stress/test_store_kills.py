@@ -1,7 +1,5 @@
 """Ranks are killed at each request to a store: the pointer's save is whole, and the next run leaves nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.faults.kill_runs import fill, tiny_model
+from tests.helpers.faults.numbered import fill, tiny_model
 from tests.helpers.faults.proxy import Fault, FaultyProxy, faulty_proxy
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import start_process
+from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.background.upload import Uploads
+from xhf_hooks.errors import XhfError
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
@@ -30,50 +32,27 @@ STRIDE = 14
 MOST_REQUESTS = 400
 
 
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch):
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.fixture
 def proxy(tmp_path):
-    with s3_server('rclone', tmp_path / 'rclone') as server, faulty_proxy(server.port) as running:
+    with s3_server('rclone', tmp_path / 'rclone') as server, faulty_proxy(server) as running:
         yield running
 
 
 def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     """One rank of a run that saves twice and uploads each save."""
     os.environ.update(CREDENTIALS)
-    import logging
-
-    from xhf_hooks.background.upload import Uploads
-    from xhf_hooks.errors import XhfError
-    from xhf_hooks.options import RunOptions
-    from xhf_hooks.planning.types import Step
-    from xhf_hooks.saves.manager import CheckpointManager
-    from xhf_hooks.saves.telemetry import RunLog
-    from xhf_hooks.saves.unwrap import unwrap
-
     Uploads.patience_secs = 1.0
     join_group(rank, store)
     model = tiny_model(zero3=False)
-    options = RunOptions(
-        max_shard_size='30KB',
-        exit_wait_secs=60,
-        backend_args={'endpoint_url': endpoint},
-        on_error='raise',
-        upload_to=url,
-        upload_keep=1,
-    )
-    log = RunLog(logging.getLogger('xhf_hooks'), 'test', only_errors=rank != 0)
+    options = dict(max_shard_size='30KB', exit_wait_secs=60, on_error='raise')
+    options |= dict(upload_to=url, upload_keep=1, backend_args={'endpoint_url': endpoint})
     status = 0
     try:
-        saves = CheckpointManager(unwrap(model), Path(work_dir) / 'hf_model', options, log, when='now')
+        saves = make_manager(model, Path(work_dir) / 'hf_model', **options)
         try:
             for number in SAVES:
                 fill(model, number)
-                saves.save(Step('iter', number, number))
+                saves.save(iteration(number))
                 saves._uploads.wait(60)
         finally:
             saves.close()
@@ -104,13 +83,12 @@ class KillAt:
 
 def one_life(proxy: FaultyProxy, number: int, folder: Path, url: str) -> KillAt:
     """Let a run live until it ends, or is killed at a request."""
-    endpoint = f'http://127.0.0.1:{proxy.port}'
     ranks: list[Any] = []
     killer = proxy.decide = KillAt(number, ranks)
     store = folder / f'store{number}'
     with ending(ranks, f'request {number}'):
         for rank in range(WORLD_SIZE):
-            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, endpoint))
+            ranks.append(start_process(live, rank, str(store), str(folder / 'work'), url, proxy.url))
     store.unlink(missing_ok=True)
     return killer
 
@@ -129,7 +107,7 @@ def check_newest(store: Store) -> str | None:
 
 def test_killed_at_requests(proxy, tmp_path):
     url = f's3://{BUCKET}/killed/läufe'
-    store = Store(url, {'endpoint_url': f'http://127.0.0.1:{proxy.server_port}'})
+    store = Store(url, {'endpoint_url': proxy.server_url})
     found = set()
     for number in range(1, MOST_REQUESTS, STRIDE):
         killer = one_life(proxy, number, tmp_path, url)

@@ -1,7 +1,5 @@
 """The writer's bytes, its bound on memory, and what an error of the disk does."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -12,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.writers.test_tally import plan_of
 from xhf_hooks.planning.plan import SavePlan
-from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Placement, TensorSpec
+from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.writers.writer import Writer
-
-
-def plan_of(*sizes: int) -> SavePlan:
-    """One byte tensor per size."""
-    specs = [TensorSpec(f'w{i:02}', (size,), 'U8') for i, size in enumerate(sizes)]
-    entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
-    return make_plan(entries, specs, max_shard_nbytes=500, bucket_nbytes=1)
 
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int) -> Writer:
@@ -39,7 +30,9 @@ def chunk_of(placement: Placement, value: int = 1) -> Chunk:
     return Chunk(placement, memoryview(Buffer(bytes([value]) * placement.nbytes)))
 
 
-def assert_at_rest(folder: Path) -> None:
+def assert_at_rest(writer: Writer, folder: Path) -> None:
+    writer.abort()  # as a save calls it at its end, whatever happened; it must do no harm
+    writer.close()
     links = [os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')]
     assert [link for link in links if link.startswith(f'{folder}/')] == []
 
@@ -58,16 +51,13 @@ def test_bytes_are_right_in_any_order_and_those_that_wait_never_exceed_the_limit
         writer.write(chunk)
         del chunk
         peaks.append(sum(len(buffer) for ref in buffers if (buffer := ref()) is not None))
-    tally = writer.finish()
-    writer.abort()  # as a save calls it at its end, whatever happened; it must do no harm
-    writer.close()
-    assert {t.placement for t in tally.written()} == set(plan.placements)
+    assert {t.placement for t in writer.finish().written()} == set(plan.placements)
     for number, placement in placements:
         data = (tmp_path / placement.file).read_bytes()
         assert data[placement.offset : placement.offset + placement.nbytes] == bytes([number]) * placement.nbytes
     assert max(peaks) <= 150, 'more than the largest'
     assert sorted(peaks)[-10] >= 60, 'nothing was ever pending: the writer does not work beside the gathering'
-    assert_at_rest(tmp_path)
+    assert_at_rest(writer, tmp_path)
 
 
 def test_nothing_waits_for_ever_behind_an_error(tmp_path, monkeypatch):
@@ -85,6 +75,4 @@ def test_nothing_waits_for_ever_behind_an_error(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='No space left'):
         writer.write(chunk_of(plan.placements[1]))
     writer.abort()
-    writer.abort()
-    writer.close()
-    assert_at_rest(tmp_path)
+    assert_at_rest(writer, tmp_path)

@@ -5,8 +5,6 @@ makes them: this package, Python, transformers or the safetensors library. Of ea
 it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -18,14 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
 from tests.helpers.faults.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, launch, no_exchange
-from tests.helpers.ranks.scenarios import check
+from tests.helpers.ranks.scenarios import check, error_of
+from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.types import Step
 
 pytestmark = pytest.mark.needs('root', 'compiler')
 
@@ -38,8 +38,6 @@ class SmallRun:
     """Runs of one save each, in one process; every weight is the number of the save."""
 
     def __init__(self, parent: Path, max_keep: int = 1) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         parent.mkdir()
         self.model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
         self.alone = Collective()
@@ -51,8 +49,6 @@ class SmallRun:
 
     def make_saver(self) -> None:
         """In each process: a forked child has none of its threads."""
-        from tests.helpers.runs.engines import make_saver
-
         self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
 
     def folder(self) -> CheckpointFolder:
@@ -63,7 +59,7 @@ class SmallRun:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(weight_of(self.number))
-        self.saver.save(folder, Step('iter', self.number, self.number))
+        self.saver.save(folder, iteration(self.number))
 
     def start_save_stop(self) -> None:
         folder = self.folder()
@@ -94,11 +90,8 @@ def fail_at_calls(parent: Path, outcome: int, max_keep: int = 1) -> dict[str, An
     for nth in range(1, counted.n_calls + 1, STRIDE):
         before = run.number
         with fault(CHANGES, parent, outcome, first=nth):
-            try:
-                run.start_save_stop()
-                unharmed.append(nth)
-            except XhfError as error:
-                errors.append(str(error))
+            error = error_of(run.start_save_stop)
+            (errors if error else unharmed).append(error or nth)
         assert check_all(parent)[NAME] in ({run.number} if nth in unharmed else {before, run.number}), nth
         run.start_save_stop()
         assert (check_all(parent)[NAME], hidden(parent)) == (run.number, []), nth

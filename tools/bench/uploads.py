@@ -49,7 +49,7 @@ def served(n_uploads: int) -> Iterator[tuple[str, Path]]:
             # The server keeps no MD5 of an object, and would read the object again whenever a client asks about it.
             # Real stores do not, and so neither does this one. It still computes the MD5 of each part, as they do.
             server = stack.enter_context(s3_server('rclone', place, prefixes=prefixes, options=('--etag-hash', '')))
-            found = [(server.url, place / 'objects' / BUCKET)]
+            found = [(server, place / 'objects' / BUCKET)]
         dist.broadcast_object_list(found)
         yield found[0]
 

@@ -1,9 +1,17 @@
 """What a run of `xtuner train` starts from, made on the spot: tiny base models, their tokenizer, a dataset."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoTokenizer
+
+from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.zoo import ODD_DECODER
+from tests.helpers.models.zoo.internvl import make_internvl
+from tests.helpers.models.zoo.llava import save_bases
 
 #: Family to its config class and what its config has that the others have not.
 FAMILIES = {
@@ -32,11 +40,6 @@ _SIZES = dict(
 
 def make_base_model(folder: Path, family: str) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer load, with float32 weights."""
-    import torch
-    import transformers
-
-    from tests.helpers.models.model_folder import save_tokenizer
-
     config_class, options = FAMILIES[family]
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = getattr(transformers, config_class)(**special, **_SIZES | options)
@@ -51,10 +54,6 @@ def make_base_model(folder: Path, family: str) -> None:
 
 def make_llava(root: Path) -> None:
     """What a LLaVA starts from (llm, clip), chats about images (chats.json), and the images."""
-    from PIL import Image
-
-    from tests.helpers.models.zoo.llava import save_bases
-
     save_bases(root)
     (root / 'images').mkdir()
     chats = []
@@ -68,13 +67,6 @@ def make_llava(root: Path) -> None:
 
 def make_internvl_base(folder: Path) -> None:
     """InternVL's code with weights in bf16, and a tokenizer that has its three tokens for images."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from tests.helpers.models.model_folder import save_tokenizer
-    from tests.helpers.models.zoo import ODD_DECODER
-    from tests.helpers.models.zoo.internvl import make_internvl
-
     make_internvl(folder, torch.bfloat16)
     tokens = ['<img>', '</img>', '<IMG_CONTEXT>']
     save_tokenizer(folder, ODD_DECODER['vocab_size'] - len(tokens))

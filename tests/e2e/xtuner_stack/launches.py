@@ -1,7 +1,5 @@
 """Runs `xtuner train` with configs/xtuner, made small enough for a CPU, and finds what the runs left."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

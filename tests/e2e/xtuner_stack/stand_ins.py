@@ -5,8 +5,6 @@ quantized layers. Language models are Llamas, but for StarCoder, and DeepSeek V2
 is CLIP, and InternVL's chat model is three real parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -5,8 +5,6 @@
 writes the table anew, in XTuner's environment.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

@@ -1,7 +1,5 @@
 """configs/xtuner: each builds its hook, and leaves what its header shows."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import re

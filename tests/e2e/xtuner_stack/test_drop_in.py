@@ -1,7 +1,5 @@
 """A config of XTuner's with only the import changed; and a run without XTuner never imports it."""
 
-from __future__ import annotations
-
 import inspect
 import runpy
 import sys

@@ -1,12 +1,14 @@
 """Real runs of `xtuner train` of LLaVA at ZeRO-3, compared with XTuner's own conversion of their checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from mmengine.config import Config
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
@@ -26,8 +28,6 @@ def trained_model(work_dir: Path) -> tuple[Any, Any]:
 
     XTuner's pth_to_hf does this, but rounds to float16 as it reads.
     """
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from mmengine.config import Config
     from xtuner.registry import BUILDER
 
     cfg = Config.fromfile(work_dir / f'{work_dir.name}.py')
@@ -66,7 +66,6 @@ def test_xtuners_layout_is_what_xtuner_converts(runs, name, tmp_path):
 
 def test_one_model_is_what_xtuner_converts_and_sees(runs, name, tmp_path):
     """Same image, same text, same logits, in float32 up to 1e-4; and it generates."""
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor
     from xtuner.utils import IMAGE_TOKEN_INDEX
 
     work_dir, folder = runs.work_dir(name), runs.root / f'{name}_complete'
@@ -98,8 +97,6 @@ def test_one_model_is_what_xtuner_converts_and_sees(runs, name, tmp_path):
 
 
 def question_about_image(processor: Any, file: Path) -> Any:
-    from PIL import Image
-
     text = processor.tokenizer.apply_chat_template(
         [{'role': 'user', 'content': '<image>\nwhat is this'}], tokenize=False, add_generation_prompt=True
     )

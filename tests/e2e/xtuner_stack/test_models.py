@@ -1,14 +1,16 @@
 """XTuner's own model classes, without training: what goes out is what XTuner's own tools make of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoModel
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.adapted import adapt, around, refusal
@@ -37,8 +39,6 @@ class Tokenizer:
 
 def to_hf(model: nn.Module, folder: Path) -> None:
     """XTuner's own export, which takes the model apart: call it last."""
-    from unittest import mock
-
     import xtuner.model.reward as reward
 
     folder.mkdir()
@@ -63,7 +63,6 @@ def internlm2() -> nn.Module:
 
 
 def test_internlm2_reward_model(tmp_path):
-    from transformers import AutoModel
     from xtuner.model.reward import RewardModel
 
     model = move(RewardModel(llm=internlm2()))
@@ -113,8 +112,6 @@ def deepseek_v2(n_in_shard: int) -> nn.Module:
 @pytest.fixture
 def one_rank(tmp_path):
     """XTuner's un-fusing asks for its rank."""
-    import torch.distributed as dist
-
     dist.init_process_group('gloo', init_method=f'file://{tmp_path / "store"}', rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -122,7 +119,6 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize(('family', 'n_in_shard'), [(mixtral, 2), (deepseek_v2, 2), (deepseek_v2, 4)])
 def test_sharded_experts_are_unfused_as_xtuner_does(family, n_in_shard, one_rank, tmp_path):
-    from safetensors.torch import save_file
     from xtuner.utils import get_origin_state_dict
 
     torch.manual_seed(0)

@@ -4,14 +4,15 @@ Variable-length attention is not among the runs: XTuner asks for flash_attn befo
 transformers finds flash_attn only where there is a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
@@ -40,8 +41,6 @@ PROMPT = 'w3 w4'
 
 def trained(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
     """What goes out of the last checkpoint, read by DeepSpeed's own converter where DeepSpeed wrote it."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     weights = get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=f'iter_{LAST}.pth')
     if name in ADAPTERS:
         return {key.replace('.default', '')[4:]: tensor for key, tensor in weights.items() if 'lora_' in key}
@@ -84,9 +83,6 @@ def test_same_bytes_as_xtuners_own_hook(runs, name):
 
 @pytest.mark.parametrize('name', [name for name in RESULTS if name != QLORA])  # its base wants a GPU
 def test_loads_and_generates(runs, name, monkeypatch):
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
     monkeypatch.chdir(runs.root)  # an adapter's base
     folder = export_of(runs.work_dir(name))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -109,8 +105,6 @@ def test_loads_and_generates(runs, name, monkeypatch):
 
 def test_internvl_is_saved_with_its_code_and_loads(runs, tmp_path, monkeypatch):
     """Which cannot be built on the meta device as it is."""
-    from transformers import AutoModel
-
     use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)
     folder = export_of(runs.work_dir(INTERNVL))

@@ -3,8 +3,6 @@
 A process has the layer if it, or the server that it was forked from, was started with it, as by :func:`launch`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib

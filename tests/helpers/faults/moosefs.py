@@ -7,8 +7,6 @@ and mounts live as long as the processes in them, which die with their parent.
 Needs root, FUSE, iproute2 and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

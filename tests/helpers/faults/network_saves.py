@@ -3,21 +3,19 @@
 All weights of a save are its number, so a judge needs to ask no rank.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
 
 from tests.helpers.checks.assert_intact import check_all, hidden
-from tests.helpers.faults.kill_runs import NAME, fill, tiny_model
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from xhf_hooks.saves.manager import CheckpointManager
+from tests.helpers.faults.numbered import NAME, fill, tiny_model
+from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks import save_hf
+from xhf_hooks.saves.manager import CheckpointManager
 
 WRITERS = ('positional', 'parallel', 'stream')
 #: How to save: a `save_hf` call each time; many saves of one run; the same in the background.
@@ -49,17 +47,13 @@ def look(parent: Path) -> dict[str, int] | str:
     return f'left: {left}' if left else found
 
 
-def save_in_a_row(
-    way: Way, parent: Path, numbers: Sequence[int], sees: Eyes = Path, zero3: bool = True
-) -> list[dict[str, int] | str]:
+def save_in_a_row(way: Way, parent: Path, numbers: Sequence[int], sees: Eyes = Path) -> list[dict[str, int] | str]:
     """Save once for each of ``numbers``. Runs on: all ranks.
 
     Returns:
         What the judge finds after each save and after the end of the run; empty on other ranks than 0.
     """
-    import torch.distributed as dist
-
-    model, seen = tiny_model(zero3), []
+    model, seen = tiny_model(zero3=True), []
 
     def judge() -> None:
         if dist.get_rank() == 0:
@@ -86,28 +80,17 @@ def save_in_a_row(
 
 def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
     """`save_hf`. Runs on: all ranks."""
-    from xhf_hooks import save_hf
-
     fill(model, number)
     save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, **SIZES)
 
 
 def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
     """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
-    from xhf_hooks.collective import rank_and_world_size
-    from xhf_hooks.options import RunOptions
-    from xhf_hooks.saves.manager import CheckpointManager
-    from xhf_hooks.saves.telemetry import RunLog
-    from xhf_hooks.saves.unwrap import unwrap
-
     own = dict(max_keep_ckpts=way.max_keep, writer=way.writer, async_save=way.door == 'async', on_error='raise')
-    log = RunLog(logging.getLogger('tests'), 'run', only_errors=rank_and_world_size()[0] != 0)
-    return CheckpointManager(unwrap(model), parent / NAME, RunOptions(**own, **SIZES), log, when='now')
+    return make_manager(model, parent / NAME, **own, **SIZES)
 
 
 def save_in_run(saves: CheckpointManager, model: nn.Module, number: int) -> None:
     """Make one save of a run; a background save may still be running afterwards. Runs on: all ranks."""
-    from xhf_hooks.planning.types import Step
-
     fill(model, number)
-    saves.save(Step('iter', number, number))
+    saves.save(iteration(number))

@@ -1,7 +1,5 @@
 """An HTTP proxy between a client and S3 that refuses requests, hangs or cuts connections on demand."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 import time
@@ -26,14 +24,14 @@ class FaultyProxy:
         decide: Called with the method and path of each request, from many threads; returns the fault.
     """
 
-    port: int
-    server_port: int
+    url: str
+    server_url: str
     decide: Callable[[str, str], Fault] = lambda method, path: None
 
 
 @contextmanager
-def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
-    """Forward requests to a server on this host, unless ``decide`` returns a fault."""
+def faulty_proxy(server_url: str) -> Iterator[FaultyProxy]:
+    """Forward requests to a server, unless ``decide`` returns a fault."""
     ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,7 +56,7 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_all
 
         def pass_on(self, body: bytes, *, lose: bool) -> None:
-            connection = http.client.HTTPConnection('127.0.0.1', server_port, timeout=60)
+            connection = http.client.HTTPConnection(server_url.removeprefix('http://'), timeout=60)
             try:
                 connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                 for name, value in self.headers.items():
@@ -97,7 +95,7 @@ def faulty_proxy(server_port: int) -> Iterator[FaultyProxy]:
 
     server = Server(('127.0.0.1', 0), Handler)
     server.daemon_threads = True
-    proxy = FaultyProxy(server.server_address[1], server_port)
+    proxy = FaultyProxy(f'http://127.0.0.1:{server.server_port}', server_url)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield proxy

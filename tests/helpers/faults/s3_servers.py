@@ -1,14 +1,12 @@
 """S3 servers: moto's, which keeps objects in memory, and ``rclone serve s3``, which keeps files."""
 
-from __future__ import annotations
-
+import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 from tests.helpers.ranks.processes import free_port, started, wait_until
 
@@ -16,30 +14,15 @@ BUCKET = 'bucket'
 KEY, SECRET = 'AKIAEXAMPLEKEY000000', 'averysecretsecretofatest'
 
 
-@dataclass(frozen=True)
-class S3Server:
-    """A server with one bucket."""
-
-    kind: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f'http://127.0.0.1:{self.port}'
-
-    @property
-    def backend_args(self) -> dict[str, Any]:
-        """Arguments for :func:`xhf_hooks.places.objects.Store`; credentials come from the environment."""
-        return {'endpoint_url': self.url}
-
-
 #: Where boto's libraries look for credentials.
 CREDENTIALS = {'AWS_ACCESS_KEY_ID': KEY, 'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_DEFAULT_REGION': 'us-east-1'}
 
 
 @contextmanager
-def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Sequence[str] = ()) -> Iterator[S3Server]:
-    """Run a server, ``'moto'`` or ``'rclone'``, until the block ends.
+def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Sequence[str] = ()) -> Iterator[str]:
+    """Run a server with one bucket, ``'moto'`` or ``'rclone'``, until the block ends; gives its URL.
+
+    Inside, credentials are in the environment.
 
     Args:
         folder: For rclone's objects and for the log.
@@ -61,11 +44,11 @@ def s3_server(kind: str, folder: Path, prefixes: Iterable[str] = (), options: Se
         command = [str(rclone), 'serve', 's3', '--addr', f'127.0.0.1:{port}', '--auth-key', f'{KEY},{SECRET}']
         command += ['--config', str(folder / 'none.conf'), *options, str(bucket.parent)]
     log = folder / f'{kind}.log'
-    with started(command, log) as process:
+    with mock.patch.dict(os.environ, CREDENTIALS), started(command, log) as process:
         wait_until(lambda: _answers(port), process, log, f'{kind} answered')
         if kind == 'moto':
             _make_bucket(port)
-        yield S3Server(kind, port)
+        yield f'http://127.0.0.1:{port}'
 
 
 def _answers(port: int) -> bool:
@@ -76,11 +59,4 @@ def _answers(port: int) -> bool:
 def _make_bucket(port: int) -> None:
     import boto3
 
-    client = boto3.client(
-        's3',
-        endpoint_url=f'http://127.0.0.1:{port}',
-        aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-        region_name='us-east-1',
-    )
-    client.create_bucket(Bucket=BUCKET)
+    boto3.client('s3', endpoint_url=f'http://127.0.0.1:{port}').create_bucket(Bucket=BUCKET)

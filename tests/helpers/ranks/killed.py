@@ -1,12 +1,14 @@
 """Ranks that a test kills, forked from the server of `tests.helpers.ranks.launch`."""
 
-from __future__ import annotations
-
 import contextlib
+import faulthandler
 import os
 from collections.abc import Iterator
 from multiprocessing import Process
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from tests.helpers.ranks.launch import HANG_SECS
 
@@ -33,11 +35,6 @@ def ending(ranks: list[Process], what: object) -> Iterator[None]:
 
 def join_group(rank: int, store: str | Path) -> None:
     """Join the others by a file store; if this rank hangs later, it prints where. Runs on: all ranks."""
-    import faulthandler
-
-    import torch
-    import torch.distributed as dist
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     faulthandler.dump_traceback_later(HANG_SECS / 2)
     torch.set_num_threads(1)

@@ -11,8 +11,6 @@ What happens to the ranks of a launch:
 - the time limit is exceeded: every rank still at work dumps its stacks, and all are killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """Lets a rank enter the Linux namespaces of other processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that run beside a test and end with it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -10,13 +10,12 @@ Example:
         check(results, name)
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.ranks.launch import run_ranks
@@ -34,9 +33,24 @@ class Outcome:
     error: str | None = None
 
 
+class Results(dict[str, list[Outcome]]):
+    """Outcomes by name of the scenario, in rank order.
+
+    Attributes:
+        root: Below it, each scenario has saved in the folder of its name.
+    """
+
+    root = Path()
+
+    def folder(self, name: str) -> Path:
+        """The folder of a scenario, which must have succeeded."""
+        check(self, name)
+        return self.root / name
+
+
 def run_scenarios(
-    scenarios: Mapping[str, Callable[[], Any]], world_size: int, **options: Any
-) -> dict[str, list[Outcome]]:
+    scenarios: Mapping[str, Callable[[], Any]], world_size: int, root: Path = Path(), **options: Any
+) -> Results:
     """Runs many scenarios, one after the other, in one launch.
 
     Call it in a session-scoped fixture; each parametrized test then `check`s its own scenario.
@@ -46,15 +60,15 @@ def run_scenarios(
             exception ends that scenario only. One that hangs ends the launch; the message then
             also has the errors of the scenarios before it.
         world_size: Number of processes.
+        root: Where they save, for the results.
         **options: Options of `run_ranks`; `init` must not be None.
-
-    Returns:
-        For each scenario one `Outcome` per rank, in rank order.
     """
     if options.get('init', 'deepspeed') is None:
         raise ValueError("init: scenarios agree through a process group, so it can't be None")
     per_rank = run_ranks(run_scenarios_on_rank, world_size, dict(scenarios), **options)
-    return {name: [outcomes[name] for outcomes in per_rank] for name in scenarios}
+    results = Results({name: [outcomes[name] for outcomes in per_rank] for name in scenarios})
+    results.root = root
+    return results
 
 
 def check(results: Mapping[str, Sequence[Outcome]], name: str) -> list[Any]:
@@ -69,6 +83,17 @@ def check(results: Mapping[str, Sequence[Outcome]], name: str) -> list[Any]:
         details = '\n'.join(f'--- rank {rank}\n{error}' for rank, error in errors.items())
         raise ScenarioFailure(f'{name} failed on {len(errors)} of {len(outcomes)} ranks\n{details}')
     return [outcome.value for outcome in outcomes]
+
+
+def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """What this package raises in a call, as ``Type: message``; empty if nothing. Runs on: all ranks, or one."""
+    from xhf_hooks.errors import XhfError
+
+    try:
+        function(*args, **options)
+    except XhfError as error:
+        return f'{type(error).__name__}: {error}'
+    return ''
 
 
 def run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[str, Outcome]:

@@ -8,16 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks.collective import Collective
+from xhf_hooks.options import RunOptions, SaveOptions
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.plan import SavePlan
+from xhf_hooks.planning.types import CommittedCheckpoint
+from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.save import Saver
+from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.unwrap import unwrap
 
 if TYPE_CHECKING:
     import deepspeed
-    from torch import nn
-
-    from xhf_hooks.planning.plan import SavePlan
-    from xhf_hooks.planning.types import CommittedCheckpoint
-
-STEP_NUMBER = 1
 
 
 def zero_engine(
@@ -40,7 +48,6 @@ def zero_engine(
         sections: Like ``zero``, an argument of :func:`tests.helpers.runs.zero_config.zero_config`.
     """
     import deepspeed
-    import torch
 
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = [parameter for name, parameter in named if without is None or without not in name]
@@ -54,8 +61,6 @@ def zero_engine(
 
 def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
     """With 8 tokens that are the same on each rank."""
-    import torch
-
     tokens = torch.arange(8).reshape(1, -1)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
@@ -63,17 +68,20 @@ def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
-    from xhf_hooks.options import SaveOptions
-    from xhf_hooks.planning.write_strategy import WriteStrategy
-    from xhf_hooks.saves.save import Saver
-    from xhf_hooks.saves.telemetry import RunLog
-    from xhf_hooks.saves.unwrap import unwrap
-
     trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
     strategy = WriteStrategy(options.pop('writer', 'stream'))
     how = dict(strategy=strategy, in_background=options.pop('in_background', False))
     log = RunLog(logging.getLogger('test'), 'saver')
     return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
+
+
+def make_manager(
+    model: nn.Module, folder: Path, logger: logging.Logger | None = None, **options: Any
+) -> CheckpointManager:
+    """What makes the saves of a run; ``options`` are ``run``, ``collective``, and RunOptions. Runs on: all ranks."""
+    given = {n: options.pop(n) for n in ('run', 'collective') if n in options}
+    log = RunLog(logger or logging.getLogger('test'), 'test')
+    return CheckpointManager(unwrap(model), folder, RunOptions(**options), log, when='now', **given)
 
 
 def names_read(plan: SavePlan) -> set[str]:
@@ -84,10 +92,6 @@ def names_read(plan: SavePlan) -> set[str]:
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """Save like the hook, without a runner. Runs on: all ranks."""
-    from xhf_hooks.collective import Collective
-    from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-    from xhf_hooks.planning.types import Step
-
     collective = Collective(timeout_secs=600)
     in_background = options.get('in_background', False)
     saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
@@ -96,11 +100,10 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     with collective.stage('claim'):
         if collective.rank == 0:
             folder.claim()
-    step = Step('iter', STEP_NUMBER, STEP_NUMBER)
     try:
         if not in_background:
-            return plan, saver.save(folder, step)
-        return plan, saver.start(folder, step).result()
+            return plan, saver.save(folder, iteration(1))
+        return plan, saver.start(folder, iteration(1)).result()
     finally:
         folder.release()
         saver.close()

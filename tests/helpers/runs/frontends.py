@@ -1,13 +1,14 @@
 """Tiny models under Accelerate, Trainer, DDP and FSDP, for real ranks. Runs on: all ranks."""
 
-from __future__ import annotations
-
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from tests.helpers.models.zoo.llamas import VOCAB, odd_llama
 
@@ -32,8 +33,6 @@ class Sequences(torch.utils.data.Dataset):
 @contextmanager
 def fresh_accelerate(**environment: str) -> Iterator[None]:
     """Reset the state in which Accelerate and transformers remember whether DeepSpeed is used."""
-    import os
-
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -43,15 +42,12 @@ def fresh_accelerate(**environment: str) -> Iterator[None]:
         PartialState._shared_state.clear()
         unset_hf_deepspeed_config()
 
-    before = dict(os.environ)
-    os.environ.update(environment)
-    forget()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with mock.patch.dict(os.environ, environment):
         forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def train_steps(model: Any, optimizer: Any, steps: int = 2) -> None:
@@ -101,8 +97,6 @@ def trainer_run(
     Args:
         zero: The DeepSpeed config.
     """
-    import torch.distributed as dist
-
     with fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
         trainer = make_trainer(root, options, bf16=True, deepspeed=zero, **arguments)
         trainer.train()

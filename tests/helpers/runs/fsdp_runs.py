@@ -1,14 +1,20 @@
 """Checkpoints of FSDP runs as trainers write them, each with the hook's export beside it. Runs on: all ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.models.zoo.llamas import odd_llama
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks import save_hf
 
 
 def shard(model: Any, kind: str) -> Any:
@@ -18,54 +24,42 @@ def shard(model: Any, kind: str) -> Any:
         kind: ``fsdp1`` or ``fsdp2``, and what it does beside that. ``hsdp1``, ``hsdp2``, ``tp`` and ``fsdp1_tp`` need
             four ranks: two replicas of two shards, or two shards of two halves by tensor parallelism.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.distributed.tensor import Shard
 
     layers = [module for module in model.modules() if type(module).__name__.endswith('DecoderLayer')]
+    mesh, world_size = None, dist.get_world_size()
+    if 'hsdp' in kind or 'tp' in kind:
+        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('outer', 'inner'))
+    if 'tp' in kind:
+        split_layers(model, mesh['inner'])
+        mesh = mesh['outer']
     if kind.startswith(('fsdp2', 'hsdp2', 'tp')):
-        options: dict[str, Any] = dict(mesh=init_device_mesh('cpu', (dist.get_world_size(),)))
-        if not kind.startswith('fsdp2'):
-            options['mesh'] = init_device_mesh('cpu', (2, 2), mesh_dim_names=('outer', 'inner'))
-        if kind == 'tp':
-            split_layers(model, options['mesh']['inner'])
-            options['mesh'] = options['mesh']['outer']
+        options: dict[str, Any] = dict(mesh=mesh or init_device_mesh('cpu', (world_size,)))
         if kind == 'fsdp2_columns':  # of what can be split evenly
-            world_size = dist.get_world_size()
             options['shard_placement_fn'] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % world_size == 0 else None
         for layer in [] if kind == 'fsdp2_root_only' else layers:
             fully_shard(layer, **options)
         return fully_shard(model, **options)
-    hybrid: dict[str, Any] = {}
-    if kind == 'hsdp1':
-        hybrid = dict(device_mesh=init_device_mesh('cpu', (2, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    if kind == 'fsdp1_tp':
-        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('outer', 'inner'))
-        split_layers(model, mesh['inner'])
-        hybrid = dict(device_mesh=mesh['outer'])
+    strategies = {'hsdp1': ShardingStrategy.HYBRID_SHARD, 'fsdp1_grad_op': ShardingStrategy.SHARD_GRAD_OP}
     return FullyShardedDataParallel(
         model,
         device_id=torch.device('cpu'),
         use_orig_params=True,
         auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
-        **hybrid or dict(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == 'fsdp1_grad_op' else None),
+        device_mesh=mesh,
+        sharding_strategy=strategies.get(kind),
     )
 
 
 def whole_state(model: Any) -> dict[str, Any]:
     """By torch itself, on every rank."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def save_whole(model: Any, whole: Any, folder: Path) -> None:
     """What save_pretrained writes of a whole model with the weights of a sharded one. Runs on: all ranks."""
-    import torch.distributed as dist
-
     state = whole_state(model)
     if dist.get_rank() == 0:
         whole.load_state_dict(state)  # save_pretrained(state_dict=...) would not see what is tied
@@ -85,14 +79,17 @@ def split_layers(model: Any, mesh: Any) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def sharded(kind: str, version: int) -> Any:
-    """A trained model (``'untied'``, ``'tied'``, ``'lora'`` or ``'bf16'``), sharded by FSDP1 or FSDP2."""
-    import torch
+def build(kind: str) -> Any:
+    """A model: ``'untied'``, ``'tied'``, ``'lora'``, ``'bf16'``, or ``'even'``, which tensor parallelism can split."""
+    if kind == 'even':
+        return llama(num_key_value_heads=2)
+    return odd_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
 
-    model = odd_llama(tied=kind == 'tied', lora=kind == 'lora', bf16=kind == 'bf16')
-    model = shard(model, f'fsdp{version}')
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+def trained(kind: str, way: str) -> Any:
+    """A model, sharded in a way and trained; and its optimizer."""
+    model = shard(build(kind), way)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     doors.train_steps(model, optimizer)
     return model, optimizer
 
@@ -105,9 +102,7 @@ def accelerates(kind: str, version: int, state_dict_type: str, folder: Path) -> 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
-    from xhf_hooks import save_hf
-
-    model, optimizer = sharded(kind, version)
+    model, optimizer = trained(kind, f'fsdp{version}')
     save_hf(model, folder / 'hook')
     with doors.fresh_accelerate(ACCELERATE_USE_CPU='true'):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=state_dict_type)
@@ -119,12 +114,7 @@ def accelerates(kind: str, version: int, state_dict_type: str, folder: Path) -> 
 
 def plain_dcp(kind: str, folder: Path) -> None:
     """``torch.distributed.checkpoint.save`` of FSDP2's state dict, with optimizer state, as torch's tutorial has it."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    from xhf_hooks import save_hf
-
-    model, optimizer = sharded(kind, 2)
+    model, optimizer = trained(kind, 'fsdp2')
     save_hf(model, folder / 'hook')
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({'app': {'model': model_state, 'optimizer': optimizer_state}}, checkpoint_id=folder / 'state')
@@ -136,11 +126,7 @@ def strategy_run(kind: str, folder: Path) -> None:
     Args:
         kind: ``'full'`` or ``'local'``.
     """
-    import torch
-    import torch.distributed as dist
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
-
-    from tests.helpers.runs.toy_run import run_config, train
 
     # Like state_dict_cfg='full', but without rank0_only and offload_to_cpu, which make torch's FSDP1 crash on a CPU
     state: Any = dict(

@@ -1,7 +1,5 @@
 """Hand-made DeepSpeed checkpoints in its file layout, for what cannot be trained on this machine (fp16)."""
 
-from __future__ import annotations
-
 import collections
 import enum
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 python on_saved_family.py FOLDER SECS: each process writes a file with its id there; the first ends after SECS seconds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

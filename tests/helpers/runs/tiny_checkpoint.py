@@ -1,7 +1,5 @@
 """Checkpoint folders of a few bytes, planned and written like real ones. No torch."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path

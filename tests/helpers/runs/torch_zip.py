@@ -1,7 +1,5 @@
 """Files in the layout of torch.save, with arbitrary contents."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A tiny but real MMEngine training run, under FlexibleRunner + DeepSpeedStrategy or under Runner."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The only place where tests make a DeepSpeed config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

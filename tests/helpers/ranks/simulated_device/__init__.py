@@ -11,8 +11,6 @@ It also counts (:func:`counts`), measures memory, and can run out of it. Kernels
 are one, so an order that is missing between two streams does not show.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator
@@ -23,15 +21,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.utils import backend_registration, cpp_extension
+
 NAME = 'sim'
 
 
 @functools.cache
 def extension() -> ModuleType:
     """The compiled backend: a minute's work for the first process that asks, of any environment with this torch."""
-    import torch
-    from torch.utils import cpp_extension
-
     source = Path(__file__).with_name('device.cpp')
     python = '{}.{}'.format(*sys.version_info)
     folder = Path(__file__).parents[4] / '.torch_extensions' / f'simulated_device-{torch.__version__}-{python}'
@@ -48,10 +47,7 @@ def extension() -> ModuleType:
 
 def use(index: int) -> None:
     """Make ``sim`` known to torch, its collectives and DeepSpeed; this process's device is ``index``."""
-    import torch
-    import torch.distributed as dist
     from deepspeed.accelerator import set_accelerator
-    from torch.utils import backend_registration
 
     from tests.helpers.ranks.simulated_device.accelerator import SimulatedAccelerator
 
@@ -70,8 +66,6 @@ def use(index: int) -> None:
 
 def _device_module(native: ModuleType) -> ModuleType:
     """``torch.sim``."""
-    import torch
-
     module = ModuleType(f'torch.{NAME}')
 
     def index_of(device: Any = None) -> int:

@@ -1,7 +1,5 @@
 """DeepSpeed's view of the simulated device: what its class for CUDA says, where that differs from the CPU's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -33,7 +33,6 @@ constexpr int POISON = 0xAB;
 
 thread_local c10::DeviceIndex current = 0;
 thread_local bool in_kernel = false;  // the copies of the CPU fallback are not copies of the program
-bool broken_synchronize = false;      // a mutation: synchronize() does nothing
 
 struct OnDevice {
   c10::DeviceIndex before = current;
@@ -583,8 +582,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", [] { return DEVICES; });
   m.def("current_device", [] { return int(current); });
   m.def("set_device", [](int index) { exchange(index); });
-  m.def("synchronize", [] { broken_synchronize ? void() : wait_for_device("synchronizations"); }, Released());
-  m.def("break_synchronize", [](bool broken) { broken_synchronize = broken; });
+  m.def("synchronize", [] { wait_for_device("synchronizations"); }, Released());
   m.def("memory", [](size_t index) {
     std::lock_guard lock(arena().mutex);
     return std::make_pair(arena().live.at(index), arena().peak.at(index));
