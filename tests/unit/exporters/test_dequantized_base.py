@@ -34,9 +34,9 @@ def quantized(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> 
 def from_mxfp4(folder: Path) -> Any:
     from transformers import Mxfp4Config
 
-    _, _, options = MODELS['gpt_oss']
+    kind, options = MODELS['gpt_oss']
     options = {**options, 'hidden_size': 64, 'intermediate_size': 32, 'head_dim': 16}  # multiples of 32, in all
-    base = build('gpt_oss', models={'gpt_oss': (*MODELS['gpt_oss'][:2], options)})
+    base = build('gpt_oss', models={'gpt_oss': (kind, options)})
     base.bfloat16().save_pretrained(folder)
     packed = {}
     for name, tensor in load_file(folder / 'model.safetensors').items():

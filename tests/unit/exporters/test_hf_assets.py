@@ -107,7 +107,7 @@ def test_a_base_with_more_tokens_than_embeddings(tmp_path):
 
 def test_the_vocabulary_of_the_decoder(tmp_path):
     """Encoder and decoder have vocabularies of their own; an image encoder has none, but it embeds patches."""
-    parts = {'encoder': {**MODELS['bert'][2], 'vocab_size': 7}, 'decoder': {**MODELS['bert'][2], 'vocab_size': 131}}
+    parts = {'encoder': {**MODELS['bert'][1], 'vocab_size': 7}, 'decoder': {**MODELS['bert'][1], 'vocab_size': 131}}
     for part in parts.values():
         part['model_type'] = 'bert'
     text = EncoderDecoderModel(EncoderDecoderConfig(**copy.deepcopy(parts)))

@@ -30,7 +30,7 @@ def written(exporter: Exporter, folder: Path, name: str, tokenizer: Any = None) 
 
 def test_what_training_writes_into_the_config(tmp_path):
     """The loss of sequence classifiers sets problem_type at the first step; pipelines choose their function by it."""
-    model = BertForSequenceClassification(transformers.BertConfig(**MODELS['bert'][2], num_labels=3))
+    model = BertForSequenceClassification(transformers.BertConfig(**MODELS['bert'][1], num_labels=3))
     exporter = planned(model)
     ids = torch.arange(3, 9)[None]
     model(input_ids=ids, labels=torch.tensor([[1.0, 0.0, 1.0]]))

@@ -152,7 +152,7 @@ def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
 def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path):
     """Such as final_logits_bias, and Marian's second size of the vocabulary."""
     if family == 'marian':
-        config = transformers.MarianConfig(**{**MODELS['bart'][2], 'pad_token_id': 0})
+        config = transformers.MarianConfig(**{**MODELS['bart'][1], 'pad_token_id': 0})
         transformers.MarianMTModel(config).save_pretrained(tmp_path / 'base')
     else:
         base_of(family, tmp_path / 'base')
@@ -172,7 +172,7 @@ def test_a_part_of_clip_keeps_the_names_of_its_base(part, tmp_path):
         if part == 'vision'
         else (transformers.CLIPTextModel, transformers.CLIPTextConfig)
     )
-    sizes = {name: size for name, size in MODELS['clip'][2][f'{part}_config'].items() if name != 'model_type'}
+    sizes = {name: size for name, size in MODELS['clip'][1][f'{part}_config'].items() if name != 'model_type'}
     kind(config(**sizes)).save_pretrained(tmp_path / 'base')
     older = {
         name if name.startswith(f'{part}_model.') else f'{part}_model.{name}': tensor

@@ -57,25 +57,22 @@ VISION_TOWER = {
     'patch_size': 4,
 }
 
-# Family: model class, config class, options of the config. tests/helpers/models/families.py has more.
-Models = dict[str, tuple[str, str, dict[str, Any]]]
+# Family: model class, options of its config. tests/helpers/models/families.py has more.
+Models = dict[str, tuple[str, dict[str, Any]]]
 MODELS: Models = {
-    'llama': ('LlamaForCausalLM', 'LlamaConfig', ODD_DECODER),
-    'qwen2': ('Qwen2ForCausalLM', 'Qwen2Config', {**ODD_DECODER, 'tie_word_embeddings': True}),
-    'qwen3': ('Qwen3ForCausalLM', 'Qwen3Config', ODD_DECODER),
+    'llama': ('LlamaForCausalLM', ODD_DECODER),
+    'qwen2': ('Qwen2ForCausalLM', {**ODD_DECODER, 'tie_word_embeddings': True}),
+    'qwen3': ('Qwen3ForCausalLM', ODD_DECODER),
     'qwen3_moe': (
         'Qwen3MoeForCausalLM',
-        'Qwen3MoeConfig',
         {**DECODER, 'head_dim': 10, 'num_experts': 5, 'num_experts_per_tok': 2, 'moe_intermediate_size': 56},
     ),
     'mixtral': (
         'MixtralForCausalLM',
-        'MixtralConfig',
         {**DECODER, 'intermediate_size': 88, 'num_local_experts': 5, 'num_experts_per_tok': 2},
     ),
     'deepseek_v3': (
         'DeepseekV3ForCausalLM',
-        'DeepseekV3Config',
         {
             **DECODER,
             'num_key_value_heads': 4,
@@ -92,12 +89,11 @@ MODELS: Models = {
             'v_head_dim': 10,
         },
     ),
-    'gpt2': ('GPT2LMHeadModel', 'GPT2Config', {**GPT, 'n_embd': 35, 'n_head': 5, 'n_inner': 77}),
-    'gpt_neox': ('GPTNeoXForCausalLM', 'GPTNeoXConfig', {**DECODER, 'num_key_value_heads': 4}),
-    'gemma2': ('Gemma2ForCausalLM', 'Gemma2Config', GEMMA),
+    'gpt2': ('GPT2LMHeadModel', {**GPT, 'n_embd': 35, 'n_head': 5, 'n_inner': 77}),
+    'gpt_neox': ('GPTNeoXForCausalLM', {**DECODER, 'num_key_value_heads': 4}),
+    'gemma2': ('Gemma2ForCausalLM', GEMMA),
     'gemma3': (
         'Gemma3ForConditionalGeneration',
-        'Gemma3Config',
         {
             'text_config': GEMMA,
             'vision_config': VISION_TOWER,
@@ -107,17 +103,15 @@ MODELS: Models = {
             'image_token_index': 130,
         },
     ),
-    'gemma3_text': ('Gemma3ForCausalLM', 'Gemma3TextConfig', GEMMA),
-    'phi3': ('Phi3ForCausalLM', 'Phi3Config', DECODER),
-    'olmo2': ('Olmo2ForCausalLM', 'Olmo2Config', DECODER),
+    'gemma3_text': ('Gemma3ForCausalLM', GEMMA),
+    'phi3': ('Phi3ForCausalLM', DECODER),
+    'olmo2': ('Olmo2ForCausalLM', DECODER),
     'mamba': (
         'MambaForCausalLM',
-        'MambaConfig',
         {'vocab_size': 131, 'hidden_size': 35, 'state_size': 7, 'num_hidden_layers': 2, **SPECIAL_TOKENS},
     ),
     'bert': (
         'BertForMaskedLM',
-        'BertConfig',
         {
             'vocab_size': 131,
             'hidden_size': 35,
@@ -130,7 +124,6 @@ MODELS: Models = {
     ),
     't5': (
         'T5ForConditionalGeneration',
-        'T5Config',
         {
             'vocab_size': 131,
             'd_model': 35,
@@ -143,7 +136,6 @@ MODELS: Models = {
     ),
     'whisper': (
         'WhisperForConditionalGeneration',
-        'WhisperConfig',
         {
             **SEQ2SEQ,
             'num_mel_bins': 13,
@@ -154,12 +146,10 @@ MODELS: Models = {
     ),
     'llava': (
         'LlavaForConditionalGeneration',
-        'LlavaConfig',
         {'text_config': ODD_DECODER, 'vision_config': VISION_TOWER, 'image_token_index': 130, 'image_seq_length': 4},
     ),
     'qwen2_vl': (
         'Qwen2VLForConditionalGeneration',
-        'Qwen2VLConfig',
         {
             **DECODER,
             'rope_scaling': {'type': 'mrope', 'mrope_section': [1, 2, 2]},
@@ -184,7 +174,7 @@ FAMILIES = list(MODELS)
 
 def available(family: str, models: Models = MODELS) -> bool:
     """Tells whether the installed transformers has `family` (4.48.0 lacks Qwen3, for example)."""
-    return set(models[family][:2]) <= _names()
+    return models[family][0] in _names()
 
 
 @cache
@@ -200,12 +190,12 @@ def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedMode
     import torch
     import transformers
 
-    model_class, config_class, options = models[family]
+    model_class = getattr(transformers, models[family][0])
     # A copy, since some configs edit the dicts that they are given.
-    config = getattr(transformers, config_class)(**copy.deepcopy(options))
+    config = model_class.config_class(**copy.deepcopy(models[family][1]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, model_class)(config)
+        model = model_class(config)
         # keep_vars keeps identities, so that tied parameters get their noise once.
         tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
         for tensor in tensors.values():
