@@ -39,9 +39,9 @@ WAYS = {
 def build_model(tied: bool = False, fused: bool = False) -> Any:
     """With heads and rows that are not even over the ranks, and biases; or with one matrix for gates and values."""
     if fused:
-        return build('', models={'': ('Phi3ForCausalLM', 'Phi3Config', {**DECODER, 'intermediate_size': 78})})
+        return build('', models={'': ('Phi3ForCausalLM', {**DECODER, 'intermediate_size': 78})})
     config = {**ODD_DECODER, 'num_key_value_heads': 5, 'tie_word_embeddings': tied}
-    return build('', models={'': ('Qwen2ForCausalLM', 'Qwen2Config', config)})
+    return build('', models={'': ('Qwen2ForCausalLM', config)})
 
 
 def split(*layer_specs: dict[str, Any]) -> dict[str, Any]:

@@ -43,12 +43,11 @@ def changed(tokenizer: Any) -> Any:
 
 
 def build(family: str, rope: dict[str, Any], base: Path) -> Any:
-    model_class, config_class, options = ZOO[family]
+    kind = getattr(transformers, ZOO[family][0])
     if base.exists():  # as transformers 4 saved it; then its names are kept
-        model = getattr(transformers, model_class).from_pretrained(base)
+        model = kind.from_pretrained(base)
     else:
-        config = getattr(transformers, config_class)(**{**options, 'vocab_size': 340})
-        model = getattr(transformers, model_class)(config)
+        model = kind(kind.config_class(**{**ZOO[family][1], 'vocab_size': 340}))
     text = model.config.get_text_config()
     text.rope_parameters = {**text.rope_parameters, 'rope_theta': 5e5, **rope}
     text.standardize_rope_params()
