@@ -56,9 +56,7 @@ BESIDE_UPLOADS = {'what': 'training', 'billions': 0.05, 'repeats': 10}
 
 
 def parse_args() -> Namespace:
-    parser = ArgumentParser(
-        prog='python tools/bench.py', description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument('what', choices=BENCHES, metavar='NAME', help='see above')
     parser.add_argument('--billions', type=float, nargs='+', choices=MODELS, help='billions of parameters of the model')
     parser.add_argument('--ranks', type=int, nargs='+', metavar='N', help='numbers of ranks')

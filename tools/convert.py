@@ -1,7 +1,4 @@
-"""Convert the checkpoint of a finished run into a Hugging Face folder. Same as the command xhf-convert.
-
-python tools/convert.py CHECKPOINT OUT [--dry-run] [--help]
-"""
+"""Convert the checkpoint of a finished run into a Hugging Face folder. Same as the command xhf-convert."""
 
 import sys
 from pathlib import Path

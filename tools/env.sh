@@ -138,10 +138,9 @@ get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)'
 
 # Print what happens, run it, and show its output only if it fails.
 _step() {
-    echo "== $1"
-    shift
     local output
-    output=$("$@" 2>&1) || _fail "$output" "Failed: $*"
+    echo "== $1"
+    output=$("${@:2}" 2>&1) || _fail "$output" "Failed: ${*:2}"
 }
 
 _fail() {

@@ -79,16 +79,14 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     training.save_pretrained(reference)
     how = dict(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes, in_background=in_background)
     saver = make_saver(training.engine, Collective(), writer=writer, **how)
-    with_gpu, device_nbytes = training.device.type == 'cuda', 0
     if in_background:
         saver.reserve_snapshot()
-    if with_gpu:
+    if training.device.type == 'cuda':
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        device_nbytes = -torch.cuda.memory_allocated()
+    before_nbytes = torch.cuda.memory_allocated()  # 0 without a GPU
     found = (saver.start if in_background else saver.save)(folder, Step('iter', 1, 1))
-    if with_gpu:
-        device_nbytes += torch.cuda.max_memory_allocated()
+    device_nbytes = torch.cuda.max_memory_allocated() - before_nbytes
     if in_background:
         for _ in range(STEPS_MEANWHILE):
             training.step()

@@ -9,12 +9,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/../requirements"
 
+# lock STACK PYTHON OPTIONS...: write STACK.lock.txt.
 lock() {
-    local stack=$1 python=$2
-    shift 2
     # Versions that a requirements file pins override those that XTuner requires
-    uv pip compile -q --universal --python-version "$python" --override "$stack.txt" --annotation-style line \
-        --custom-compile-command 'bash tools/lock.sh' --output-file "$stack.lock.txt" "$@"
+    uv pip compile -q --universal --python-version "$2" --override "$1.txt" --annotation-style line \
+        --custom-compile-command 'bash tools/lock.sh' --output-file "$1.lock.txt" "${@:3}"
 }
 
 lock modern 3.10 modern.txt test.txt stores.txt docs.txt "$@"

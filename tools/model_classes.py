@@ -87,11 +87,10 @@ def one_line(error: Exception) -> str:
     return ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
 
 
-def out_of_time(*_: object) -> None:
-    raise TimeoutError(f'more than {LIMIT_SECS} s')
-
-
 def start_worker() -> None:
+    def out_of_time(*_: object) -> None:
+        raise TimeoutError(f'more than {LIMIT_SECS} s')
+
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, out_of_time)
 

@@ -40,7 +40,7 @@ need_debian_packages() {
 # The simulated device, and DeepSpeed's operator for NVMe: compiled while the first tests run; those in need wait.
 compile_operators() {
     use_env .venv
-    rm -f .torch_extensions/*/lock "$TORCH_EXTENSIONS_DIR"/*/lock # left by an interrupted run
+    rm -f .torch_extensions/*/lock "$TORCH_EXTENSIONS_DIR"/{async_io,pin_memory}/lock # left by an interrupted run
     nice python -c 'from tests.helpers.ranks.simulated_device import extension; extension()'
     nice python -c 'from tests.helpers.ranks.async_io import load_async_io; load_async_io()'
 }

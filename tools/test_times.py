@@ -1,9 +1,6 @@
-"""Print how long tests, rows and tiers took: the last step of tools/test.sh.
+"""Print how long tests, rows and tiers took: the last step of tools/test.sh, `python tools/test_times.py FOLDER`.
 
-python tools/test_times.py FOLDER
-
-FOLDER has pytest's report of each row, ROW.xml, and a line `TIER SECONDS` for each tier in the file `tiers`. The first
-test of a module pays for what its tests share, such as a launch of ranks.
+FOLDER has pytest's report of each row, ROW.xml, and a line `TIER SECONDS` for each tier in the file `tiers`.
 """
 
 import sys
@@ -25,8 +22,7 @@ def main(folder: Path) -> None:
     print('== rows, which go on at the same time, and tiers')
     for secs, n_tests, row in rows:
         print(f'{secs:7.1f} s  {n_tests:5} tests  {row}')
-    for tier in (folder / 'tiers').read_text().splitlines():
-        name, secs = tier.split()
+    for name, secs in map(str.split, (folder / 'tiers').read_text().splitlines()):
         print(f'{float(secs):7.1f} s               {name}')
 
 

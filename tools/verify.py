@@ -1,8 +1,4 @@
-"""Check that a model folder is complete and unchanged, or compare two models. Same as the command xhf-verify.
-
-python tools/verify.py DIR
-python tools/verify.py A B [--json] [--help]
-"""
+"""Check that a model folder is complete and unchanged, or compare two models. Same as the command xhf-verify."""
 
 import sys
 from pathlib import Path

@@ -13,9 +13,8 @@ COLUMNS = {
     'seconds': ('seconds per save', '{:.2f}'),
     'peak_extra_mb': ('extra memory of the busiest rank, MB', '{:.0f}'),
 }
-#: A way's first word to its color.
+#: A way's first word to its color; others are gray.
 COLORS = {OURS.strip(): '#1a7f5a', 'floor:': '#b5482a'}
-OTHER_COLOR = '#a3acb7'
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
@@ -43,7 +42,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         medians_of = f'medians of {measured["repeats"]} runs in random order'
         figure.supxlabel(f'{medians_of}; {machine["cpu"]}, {machine["cores"]} cores', size=8)
         for (head, found), row in zip(parts, axes, strict=True):
-            colors = [COLORS.get(way.partition(' ')[0], OTHER_COLOR) for way in found]
+            colors = [COLORS.get(way.partition(' ')[0], '#a3acb7') for way in found]
             for axis, (key, (heading, words)) in zip(row, COLUMNS.items(), strict=True):
                 values = [figures[key] for figures in found.values()]
                 bars = axis.barh(range(len(found)), values, color=colors, edgecolor=colors)

@@ -27,7 +27,6 @@ DRY = 'xhf-convert --dry-run: imports and plan'
 OURS = 'xhf-convert'
 ZERO_TO_FP32 = 'DeepSpeed: zero_to_fp32.py --safe_serialization'
 XTUNER = 'XTuner: convert pth_to_hf'
-_SAMPLE_SECS = 0.005
 #: Billions of parameters to the optimizer. AdamW's states are two thirds of a checkpoint; no converter needs them, but
 #: some read them. The largest size uses SGD, with fp32 master weights only: 24 GB are too few for AdamW.
 OPTIMIZERS = {0.05: 'AdamW', 0.5: 'AdamW', 1.5: 'SGD'}
@@ -39,24 +38,18 @@ block = memoryview(bytearray(16 * 2**20))
 each = int(n_read) // len(files)
 for name in files:
     with open(name, 'rb', buffering=0) as file:
-        left = each
-        while left > 0 and (n := file.readinto(block[:left])):
-            left -= n
+        for start in range(0, each, len(block)):
+            file.readinto(block[: each - start])
 with open(out, 'wb', buffering=0) as file:
     for start in range(0, int(n_written), len(block)):
         file.write(block[: int(n_written) - start])
 """
 
 CONFIG = """
-tokenizer = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path={base!r})
-model = dict(
-    type='xtuner.model.SupervisedFinetune',
-    llm=dict(
-        type='transformers.AutoModelForCausalLM.from_pretrained',
-        pretrained_model_name_or_path={base!r},
-        torch_dtype='auto',
-    ),
-)
+base = dict(pretrained_model_name_or_path={base!r})
+tokenizer = dict(type='transformers.AutoTokenizer.from_pretrained', **base)
+llm = dict(type='transformers.AutoModelForCausalLM.from_pretrained', torch_dtype='auto', **base)
+model = dict(type='xtuner.model.SupervisedFinetune', llm=llm)
 """
 
 
@@ -109,7 +102,7 @@ def measure_command(command: list[str], out: Path) -> dict[str, float]:
         while process.poll() is None:
             anonymous = re.search(r'RssAnon:\s*(\d+) kB', Path(f'/proc/{process.pid}/status').read_text())
             peak = max(peak, int(anonymous[1]) * 1024 if anonymous else 0)  # none after its end
-            time.sleep(_SAMPLE_SECS)
+            time.sleep(0.005)
     seconds = time.perf_counter() - started
     if process.returncode:
         sys.exit(f'{" ".join(command)} failed:\n{(out.parent / "output").read_text()[-3000:]}')

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ MODELS: dict[float, dict[str, int]] = {
     **{billions: dict(num_hidden_layers=n_layers, **_WIDE) for billions, n_layers in _WIDE_LAYERS.items()},
 }
 ROOT = Path(__file__).resolve().parents[2]
-_POLL_SECS = 0.3
+tell_on_stderr = partial(print, file=sys.stderr, flush=True)
 
 
 def environment(*packages: Path) -> dict[str, str]:
@@ -61,7 +62,7 @@ def run_worker(n_ranks: int, job: dict[str, Any], out: Path, *packages: Path) ->
                 while process.poll() is None:
                     for line in lines:
                         tell_on_stderr(line.rstrip('\n'))
-                    time.sleep(_POLL_SECS)
+                    time.sleep(0.3)
             finally:
                 process.terminate()  # does nothing if it has ended
                 process.wait()
@@ -88,8 +89,3 @@ def in_turns(
         seconds = found.get('seconds', found.get('save_secs', 0.0))
         tell(f'[{n_done}/{len(turns)}] {way}: {seconds:.2f} s; about {left / 60:.0f} min left')
     return runs
-
-
-def tell_on_stderr(line: str) -> None:
-    """Print a line to standard error."""
-    print(line, file=sys.stderr, flush=True)

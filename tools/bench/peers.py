@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from bench.ways import ACCELERATE, FLOOR_ALL, FSYNC, XTUNER
 from tests.helpers.runs.zero_config import zero_config
-
-if TYPE_CHECKING:  # importing it prints a warning to standard output, which is only for bench.py's table
-    import deepspeed
 
 #: Files per rank that DCP consolidates into: two, so that no thread on any rank is idle.
 _DCP_FILES_PER_RANK = 2
@@ -28,7 +25,7 @@ _BLOCK_NBYTES = 16 * 2**20
 _DIRECT_ALIGNMENT = 4096
 
 
-def xtuner_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+def xtuner_way(engine: nn.Module, folder: Path) -> None:
     """Save like xtuner 0.2.0's HFCheckpointHook.after_run, without the tokenizer."""
     state_dict = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
@@ -47,7 +44,7 @@ def _accelerator() -> Any:
     return accelerator
 
 
-def accelerate_way(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+def accelerate_way(engine: nn.Module, folder: Path) -> None:
     """``accelerator.get_state_dict`` and ``save_pretrained``, as in Accelerate's documentation."""
     state_dict, save = _accelerator().get_state_dict(engine), _accelerator().save
     is_main_process = dist.get_rank() == 0
@@ -89,10 +86,7 @@ class DcpPeer:
 
 
 #: Peers by name; called with the engine and the folder on all ranks.
-PEERS: dict[str, Callable[[deepspeed.DeepSpeedEngine, Path], None]] = {
-    XTUNER: xtuner_way,
-    ACCELERATE: accelerate_way,
-}
+PEERS = {XTUNER: xtuner_way, ACCELERATE: accelerate_way}
 
 
 class Floors:

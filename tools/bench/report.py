@@ -11,7 +11,6 @@ from typing import Any
 
 from bench import ways
 
-_CONVERT = 'xhf-convert'
 Figures = dict[str, float]
 #: Returns a way's text in a column, if any.
 Cell = Callable[[str, Figures], str | None]
@@ -145,7 +144,7 @@ def _stall_table(case: dict[str, Any]) -> str:
 
 def _convert_table(case: dict[str, Any]) -> str:
     found = medians(case)
-    ours = found[_CONVERT]['seconds']
+    ours = found['xhf-convert']['seconds']
     head = (
         f'{case["parameters"] / 1e9:.2f} B parameters, {case["checkpoint_nbytes"] / 1e9:.1f} GB of checkpoint, '
         f'{case["read_nbytes"] / 1e9:.2f} GB to read and {case["written_nbytes"] / 1e9:.2f} GB to write'

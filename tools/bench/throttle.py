@@ -18,14 +18,9 @@ _BUFFER_NBYTES = 2**20
 
 
 class Throttle:
-    """Limits a rate and counts bytes.
+    """Limits a rate, and counts bytes in ``nbytes``.
 
-    Args:
-        buffer_nbytes: What a buffer behind it holds, such as that of a socket: a process that was late may catch up
-            with that much.
-
-    Attributes:
-        nbytes: Bytes written so far.
+    A process that was late may catch up with what a buffer behind it holds, such as that of a socket.
     """
 
     def __init__(self, nbytes_per_sec: float, buffer_nbytes: int = 0) -> None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from bench.launch import Figures, in_turns
 from bench.saves import STEP, Tell, Training, saver_of
@@ -27,9 +28,6 @@ from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.save import Saver
-
-if TYPE_CHECKING:  # importing it prints a warning
-    import deepspeed
 
 _UPLINK_NBYTES_PER_SEC = 40 * 10**6
 _UPLINK_BESIDE_TRAINING = 10 * 10**6
@@ -76,7 +74,7 @@ def claimed(
     collective.close()
 
 
-def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+def bench_upload(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure uploads of a save on the local disk, in turns: seconds, and what rank 0 sent."""
     import boto3
 
@@ -116,7 +114,7 @@ def bench_upload(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder:
         return {'uplink_nbytes_per_sec': _UPLINK_NBYTES_PER_SEC, 'nbytes': nbytes, 'runs': runs}
 
 
-def bench_training(engine: deepspeed.DeepSpeedEngine, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+def bench_training(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure iterations beside an upload and, before and after it, without one."""
     saver = saver_of(engine, 'parallel')
     with served(job['repeats']) as (url, _):
