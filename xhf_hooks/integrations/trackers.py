@@ -52,8 +52,9 @@ def callbacks_beside(callback: TrainerCallback) -> list[TrainerCallback]:
     while frame is not None:
         handler: Any = frame.f_locals.get('self')
         if isinstance(handler, CallbackHandler):
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
+            if callback in handler.callbacks:  # else within another one
+                handler.callbacks.remove(callback)
+                handler.callbacks.insert(0, callback)
             return handler.callbacks
         frame = frame.f_back
     return []

@@ -76,12 +76,12 @@ def make_trainer(
     from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
     torch.manual_seed(0)
-    arguments = {'max_steps': 4, 'save_strategy': 'no', 'report_to': [], 'per_device_train_batch_size': 1} | arguments
+    short: dict[str, Any] = dict(max_steps=4, save_strategy='no', report_to=[], per_device_train_batch_size=1)
     machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', disable_tqdm=True)
     model = odd_llama() if model is None else model
     return Trainer(
         model=model,
-        args=TrainingArguments(output_dir=str(root), **machine, **arguments),
+        args=TrainingArguments(output_dir=str(root), **{**short, **machine, **arguments}),
         train_dataset=Sequences(),
         processing_class=tokenizer,
         optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), None),
