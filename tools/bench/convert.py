@@ -46,9 +46,10 @@ with open(out, 'wb', buffering=0) as file:
 """
 
 CONFIG = """
-base = dict(pretrained_model_name_or_path={base!r})
-tokenizer = dict(type='transformers.AutoTokenizer.from_pretrained', **base)
-llm = dict(type='transformers.AutoModelForCausalLM.from_pretrained', torch_dtype='auto', **base)
+tokenizer = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path={base!r})
+llm = dict(
+    type='transformers.AutoModelForCausalLM.from_pretrained', pretrained_model_name_or_path={base!r}, torch_dtype='auto'
+)
 model = dict(type='xtuner.model.SupervisedFinetune', llm=llm)
 """
 
