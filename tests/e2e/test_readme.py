@@ -147,14 +147,15 @@ def test_what_stands_alone_can_be_used():
 
 def test_a_server_loads_each_save(tmp_path):
     """While two ranks train: every folder that the recipe names is whole, and stays so after newer saves."""
+    from tests.helpers.checks.answering import answering
     from tests.helpers.checks.compare import folder_tensors
-    from tests.helpers.checks.serving import serving
+    from tests.helpers.checks.serving import Server
     from tests.helpers.runs import frontends as doors
     from tests.helpers.runs.zero_config import zero_config
 
     found: dict[str, Any] = {}
     newest = tmp_path / 'hf_model'
-    with serving(newest, last=6) as server:
+    with answering(Server(newest, last=6)) as server:
         exec(code('update_weights_from_disk', 'on-saved.md').replace('http://127.0.0.1:30000', server.url), found)
         options = dict(on_saved=found['on_saved'], save_strategy='steps', save_steps=2)
         run_ranks(doors.trainer_run, 2, options, dict(max_steps=6), zero_config(3), tmp_path)
@@ -179,11 +180,12 @@ def trains_with(on_saved: str, environment: dict[str, str], folder: Path) -> Non
 
 def test_each_save_is_a_commit_on_the_hub(tmp_path):
     """The recipe, up to the requests: a message, all files of the save, and none of the shards before it."""
-    from tests.helpers.checks.hub import hub_with
+    from tests.helpers.checks.answering import answering
+    from tests.helpers.checks.hub import Hub
 
     found: dict[str, Any] = {}
     exec(code('hf upload', 'on-saved.md'), found)
-    with hub_with('model-00001-of-00002.safetensors', 'README.md') as hub:
+    with answering(Hub('model-00001-of-00002.safetensors', 'README.md')) as hub:
         path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
         environment = dict(
             HF_ENDPOINT=hub.url, HF_TOKEN='hf_token', HF_HUB_OFFLINE='0', HF_HUB_DISABLE_XET='1', PATH=path

@@ -12,7 +12,7 @@ import torch
 from xhf_hooks.exporters.base_files import load_tokenizer
 from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import error_text, some
 from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.meta_model.transformers_model import (
     adapter_config_in,
@@ -43,7 +43,7 @@ def load_and_run(folder: Path, report: FolderCheck, *, base: str | None, trust_r
         with quiet(), torch.no_grad():
             _run(folder, report, base, trust_remote_code)
     except Exception as error:  # a model's own code may raise anything
-        report.add(PROBLEM, 'load', f'{type(error).__name__}: {" ".join(str(error)[:500].split())}')
+        report.add(PROBLEM, 'load', error_text(error, 500))
 
 
 def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code: bool) -> None:
@@ -77,8 +77,7 @@ def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code:
     except Exception as error:
         if _OTHER_INPUTS.isdisjoint(inspect.signature(plain.forward).parameters):
             raise
-        told = ' '.join(f'{type(error).__name__}: {error}'.split())
-        report.add(UNCHECKED, 'run', f'{name} was not run: it takes more than text ({told[:200]})')
+        report.add(UNCHECKED, 'run', f'{name} was not run: it takes more than text ({error_text(error)})')
         return
     if not bool(first.isfinite().all()):
         report.add(PROBLEM, 'run', f'{name}: the forward pass returns infinite or NaN values')

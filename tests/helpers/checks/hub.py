@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from tests.helpers.checks.answering import JsonHandler, LocalServer
 
 COMMIT = 'c' * 40
 
@@ -23,26 +21,20 @@ class Commit:
     deleted: list[str]
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """Takes commits to one repository, as huggingface_hub 2.4 makes them without Xet.
 
     Attributes:
         commits: The commits, in order.
-        names: The files of the repository.
+        names: The files of the repository, to begin with.
         objects: What was uploaded for commits, by SHA-256.
     """
 
-    daemon_threads = True
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(('127.0.0.1', 0), _Handler)
+    def __init__(self, *names: str) -> None:
+        super().__init__(_Handler)
         self.commits: list[Commit] = []
         self.names = names
         self.objects: dict[str, bytes] = {}
-
-    @property
-    def url(self) -> str:
-        return f'http://127.0.0.1:{self.server_port}'
 
     def commit(self, lines: list[bytes]) -> None:
         found = Commit('', {}, [])
@@ -59,17 +51,11 @@ class Hub(ThreadingHTTPServer):
         self.commits.append(found)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(JsonHandler):
     server: Hub
 
     def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
-        content = json.dumps(self._answer(body)).encode()
-        self.send_response(200)
-        self.send_header('Content-Type', 'application/json')
-        self.send_header('Content-Length', str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.answer(200, self._answer(self.read()))
 
     do_GET = do_POST = do_PUT = _handle
 
@@ -96,19 +82,3 @@ class _Handler(BaseHTTPRequestHandler):
             hub.commit(body.splitlines())
             return {'success': True, 'commitOid': COMMIT, 'commitUrl': f'{hub.url}/organization/name/commit/{COMMIT}'}
         return {'id': 'organization/name', 'url': f'{hub.url}/organization/name', 'sha': COMMIT, 'siblings': []}
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextmanager
-def hub_with(*names: str) -> Iterator[Hub]:
-    """A Hub in a thread of this process, whose repository has these files."""
-    with Hub(list(names)) as hub:
-        thread = Thread(target=hub.serve_forever)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
