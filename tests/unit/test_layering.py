@@ -32,7 +32,7 @@ PURE = (
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
     'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'registry',
-    'planning', 'collective', 'format', 'system', 'model', 'errors',
+    'planning', 'collective', 'compat', 'base_files', 'format', 'system', 'model', 'errors',
 )  # fmt: skip
 
 

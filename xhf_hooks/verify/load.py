@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.exporters.base_files import load_tokenizer
+from xhf_hooks.base_files import load_tokenizer
 from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import error_text, some

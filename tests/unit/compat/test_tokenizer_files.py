@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models.model_folder import save_tokenizer
-from xhf_hooks.exporters.transformers_4.tokenizer import write_tokenizer
+from xhf_hooks.compat.tokenizer_files import write_tokenizer
 
 
 @pytest.fixture

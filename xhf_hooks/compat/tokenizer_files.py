@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.exporters.base_files import PROCESSOR_FILES, base_file, load_tokenizer
+from xhf_hooks.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.system.files import naming
 
 CONFIG = 'tokenizer_config.json'
