@@ -15,9 +15,9 @@ import transformers
 from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.ranks.launch import REPO_ROOT
-from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.base_files import load_tokenizer
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
+from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.sources import source_for
 
 pytestmark = pytest.mark.needs('transformers 4')

@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import nn
 
+from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float

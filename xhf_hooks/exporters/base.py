@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.base_files import base_dir_of, base_folder, is_remote_code, load_tokenizer
+from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import error_text

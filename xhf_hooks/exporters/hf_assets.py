@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
-from xhf_hooks.compat.transformers import dtype_field
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
+from xhf_hooks.compat.transformers import dtype_field
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import quiet

@@ -13,17 +13,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from xhf_hooks.base_files import is_remote_code
+from xhf_hooks.compat.transformers import converts_weights, tied_while_built
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
-from xhf_hooks.base_files import is_remote_code
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
-from xhf_hooks.compat.transformers import converts_weights, tied_while_built
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
@@ -23,7 +24,6 @@ from xhf_hooks.exporters.find_model import (
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
-from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.format.text import counted
 from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec

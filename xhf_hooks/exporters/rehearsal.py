@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xhf_hooks.compat.transformers import loaded_without_device_map
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.on_meta import without_zero_init
-from xhf_hooks.compat.transformers import loaded_without_device_map
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.planning.types import ExportEntry, Placement

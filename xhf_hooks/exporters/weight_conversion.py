@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xhf_hooks.errors import ModelError
 from xhf_hooks.compat.transformers import converts_weights, saved_names
+from xhf_hooks.errors import ModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
 from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.base_files import base_file, base_folder
+from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from xhf_hooks.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
-from xhf_hooks.base_files import PROCESSOR_FILES, base_file, load_tokenizer
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.text import error_text

@@ -41,9 +41,9 @@ from xhf_hooks.background.listeners import Listeners, poll
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import Uploads, uploads_of_run
+from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
-from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import choose_strategy

@@ -23,8 +23,8 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
 from tests.helpers.models.zoo import available
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
 from xhf_hooks.base_files import PROCESSOR_FILES
+from xhf_hooks.cli.convert import main
 
 WEIGHTS = 'model.safetensors'
 

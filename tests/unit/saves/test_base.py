@@ -8,8 +8,8 @@ from torch import nn
 from tests.helpers.models.adapted import adapted, around
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
-from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import claim_targets
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from xhf_hooks.base_files import base_dir_of, base_file
+from xhf_hooks.compat.transformers import dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter
-from xhf_hooks.base_files import base_dir_of, base_file
 from xhf_hooks.exporters.computed import ComputedTensor
 from xhf_hooks.exporters.find_model import adapters_in, base_path, frozen_adapters
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.compat.transformers import dtype_field
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS

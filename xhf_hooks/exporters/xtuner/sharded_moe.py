@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.errors import ModelError
 from xhf_hooks.base_files import base_file
+from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
