@@ -41,7 +41,7 @@ def base_folder(base_dir: str) -> Path | None:
     if Path(base_dir).is_dir():
         return Path(base_dir)
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import HFValidationError
 
     for name in ('config.json', 'adapter_config.json', *TOKENIZER_FILES, *PROCESSOR_FILES):
         try:

@@ -27,8 +27,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
 
+from xhf_hooks.compat.torch import new_gloo_group
 from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
 from xhf_hooks.system.files import allow_open_files
 
@@ -313,22 +314,14 @@ class Collective:
             )
 
     def _connect(self) -> dist.ProcessGroup:
-        # A new group is bound to the device of the default group, for which gloo has no backend unless that is CUDA's
-        default = dist.group.WORLD
-        bound, default.bound_device_id = default.bound_device_id, None
-        # A new group's time-out also applies while it looks up its ranks in the store: short for that, then long
         try:
-            group = dist.new_group(backend='gloo', timeout=timedelta(seconds=CONNECT_TIMEOUT_SECS))
+            return new_gloo_group(timedelta(seconds=CONNECT_TIMEOUT_SECS), self._timeout)
         except RuntimeError as error:
             raise RankLostError(
                 f'rank {self.rank} did not connect to all {self.world_size} ranks within {CONNECT_TIMEOUT_SECS:.0f} s, '
                 f'before a save: a rank died, or its host name resolves to 127.0.x.x, where other '
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
-        finally:
-            default.bound_device_id = bound
-        _set_pg_timeout(self._timeout, group)
-        return group
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

@@ -1,12 +1,13 @@
-"""What an installed transformers 4 does otherwise than 5 when it saves, builds and loads a model."""
+"""What versions of transformers since 4.36 do differently when they save, build and load a model."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import tempfile
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,38 @@ def converts_weights() -> bool:
 def dtype_field(config: PretrainedConfig) -> str:
     """The name of a config's dtype, which 4.56 renamed."""
     return 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part that describes the text model; the whole if there is none, or if there are several, as in MusicGen.
+
+    ``get_text_config``, which transformers has since 4.45.
+    """
+    if hasattr(config, 'get_text_config'):
+        try:
+            return config.get_text_config()
+        except ValueError:
+            return config
+    parts = [getattr(config, name, None) for name in ('decoder', 'generator', 'text_config')]
+    found = [part for part in parts if part is not None]
+    return found[0] if len(found) == 1 else config
+
+
+def accepted_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that the constructor of a class takes by name."""
+    taken = inspect.signature(kind).parameters
+    return {name: value for name, value in options.items() if name in taken}
+
+
+def tied_weight_keys(model: PreTrainedModel) -> list[str]:
+    """Patterns of names that ``save_pretrained`` of the installed transformers leaves out where they are tied.
+
+    Before 4.40 it asked the model alone, not the models in it.
+    """
+    from transformers import modeling_utils
+
+    collect = getattr(modeling_utils, '_get_tied_weight_keys', None)
+    return list(model._tied_weights_keys or ()) if collect is None else collect(model)
 
 
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
@@ -74,20 +107,24 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
     return {name for names in groups if not names.issubset(not_written) for name in names if name in not_written}
 
 
-def loaded_without_device_map(load: Callable[[], tuple[Any, Any]], held: set[str]) -> tuple[Any, Any] | None:
+def loaded_without_device_map(
+    load: Callable[[], tuple[Any, Any]], held: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
+) -> tuple[Any, Any] | None:
     """What ``rehearsal.load_and_tell`` returns; None where that fails, too.
 
     transformers before 4.48 forgets the tensors that it is given with a device map. Without one, on the meta device, it
     takes all tensors for one, and reports nothing missing. It renames nothing.
 
     Args:
-        load: Calls it.
+        load: Calls ``load_and_tell``.
         held: Names of the tensors that it is given.
+        on_meta: Ways to build a model on the meta device, of which the first that works is taken.
     """
-    with suppress(Exception), torch.device('meta'):
-        model, problems = load()
-        ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
-        missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
-        problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
-        return model, problems
+    for context in on_meta:
+        with suppress(Exception), context():
+            model, problems = load()
+            ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+            missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
+            problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
+            return model, problems
     return None

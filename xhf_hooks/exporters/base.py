@@ -161,7 +161,7 @@ def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
 
 def _said_by_the_hub(error: BaseException | None) -> str:
     """Why the Hub did not give it: it is gated, or cannot be reached. '' for what cannot be a name on the Hub."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
 
     while error is not None:
         if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
-from xhf_hooks.compat.transformers import dtype_field
+from xhf_hooks.compat.transformers import dtype_field, text_config
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -64,14 +64,6 @@ def forget_use_cache(config: PretrainedConfig, base_dir: str) -> None:
     """
     of_base = {} if (Path(base_dir) / 'trainer_state.json').is_file() else base_json(base_dir, 'config.json')
     _restore_use_cache(config, of_base)
-
-
-def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part that describes the text model; the whole if there is none, or if there are several, as in MusicGen."""
-    try:
-        return config.get_text_config()
-    except ValueError:
-        return config
 
 
 def _restore_use_cache(part: PretrainedConfig, base: Mapping[str, Any]) -> None:

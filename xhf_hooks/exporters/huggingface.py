@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import is_remote_code
-from xhf_hooks.compat.transformers import converts_weights, tied_while_built
+from xhf_hooks.compat.transformers import converts_weights, text_config, tied_weight_keys, tied_while_built
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
@@ -194,9 +194,9 @@ class HuggingFaceExporter(Exporter):
         """The config to write: that of the live model as it is now, where it does not contradict the weights."""
         config = self._exported_config(self._names, self._config_dtype)
         if self._vocab_size is not None:
-            hf_assets.text_config(config).vocab_size = self._vocab_size
+            text_config(config).vocab_size = self._vocab_size
         if self._is_tied is not None:
-            for part in (config, hf_assets.text_config(config)):
+            for part in (config, text_config(config)):
                 if getattr(part, 'tie_word_embeddings', self._is_tied) != self._is_tied:
                     part.tie_word_embeddings = self._is_tied
         return config
@@ -257,11 +257,9 @@ class HuggingFaceExporter(Exporter):
         Same rule as ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), but ties are found by
         identity. A tie that loading does not restore is written under each name.
         """
-        from transformers.modeling_utils import _get_tied_weight_keys
-
         ignored = self._ignored
         tensors = {name: id(tensor) for name, tensor in module_tensors(self._reference)}
-        declared = _get_tied_weight_keys(self._reference)
+        declared = tied_weight_keys(self._reference)
         redundant = [name for name in own if name in ignored]
         names_of: dict[tuple[str, int | None], list[str]] = {}
         for name, spec in own.items():

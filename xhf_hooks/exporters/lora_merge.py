@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from xhf_hooks.compat.peft import magnitude_name, uses_dora
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.computed import ComputedTensor
 from xhf_hooks.exporters.find_model import base_path, trained_adapter
@@ -116,7 +117,7 @@ def _merge_of(path: str, layer: LoraLayer, adapter: str, own: Mapping[str, Tenso
     """The name of the weight that a layer adapts, and how it is merged."""
     from peft.tuners.lora import layer as kinds
 
-    with_dora, variant = layer.use_dora[adapter], getattr(layer, 'lora_variant', {}).get(adapter)
+    with_dora, variant = uses_dora(layer, adapter), getattr(layer, 'lora_variant', {}).get(adapter)
     # Old versions of peft have fewer
     names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d', 'ParamWrapper')
     is_known = type(layer) in [getattr(kinds, name, None) for name in names] and (with_dora or variant is None)
@@ -140,7 +141,7 @@ def _merge_of(path: str, layer: LoraLayer, adapter: str, own: Mapping[str, Tenso
         base=own[weight].name,
         lora_a=own[part.format(path, 'A', adapter)].name,
         lora_b=own[part.format(path, 'B', adapter)].name,
-        magnitude=own[f'{path}.lora_magnitude_vector.{adapter}.weight'].name if with_dora else None,
+        magnitude=own[magnitude_name(path, adapter, own)].name if with_dora else None,
         scaling=layer.scaling[adapter],
         transposed=transposed,
         of_experts=of_experts,

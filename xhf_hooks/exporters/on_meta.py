@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
+from xhf_hooks.compat.deepspeed import restore_inherited_init
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -27,6 +29,7 @@ def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreT
         # may not support
         if vars(own).get('_attn_implementation_autoset') is False:
             own._attn_implementation_autoset = True
+        restore_inherited_init(kind)
         model = kind(own)
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
@@ -98,3 +101,19 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+@contextmanager
+def tensors_of_modules_on_meta() -> Iterator[None]:
+    """As :func:`_parameters_on_meta`, for buffers, too. A class that reads its own buffers cannot be built inside."""
+    register = nn.Module.register_buffer
+
+    def register_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        register(module, name, None if tensor is None else tensor.to('meta'), persistent)
+
+    nn.Module.register_buffer = register_on_meta
+    try:
+        with torch.device('cpu'), _parameters_on_meta():
+            yield
+    finally:
+        nn.Module.register_buffer = register

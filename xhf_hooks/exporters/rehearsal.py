@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xhf_hooks.compat.deepspeed import restore_inherited_init
 from xhf_hooks.compat.transformers import loaded_without_device_map
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import write_config
-from xhf_hooks.exporters.on_meta import without_zero_init
+from xhf_hooks.exporters.on_meta import tensors_of_modules_on_meta, without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.planning.types import ExportEntry, Placement
@@ -60,11 +61,13 @@ def load_empty(
         except Exception as error:
             told = error_text(error, 500)
             raise ModelError(f'{type(config).__name__} would not load its own config.json: {told}') from error
+        restore_inherited_init(kind)
         load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=_empty(placements))
         try:
             model, problems = load(device_map={'': 'meta'})
         except Exception:
-            loaded = loaded_without_device_map(load, {place.hf_name for place in placements})
+            held = {place.hf_name for place in placements}
+            loaded = loaded_without_device_map(load, held, (partial(torch.device, 'meta'), tensors_of_modules_on_meta))
             if loaded is None:
                 raise
             model, problems = loaded

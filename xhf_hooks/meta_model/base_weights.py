@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from xhf_hooks.exporters.rehearsal import load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -134,7 +134,7 @@ class _Recorded(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _Recorded)]
+        operands = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, _Recorded)]
         several = isinstance(result, (list, tuple))
         for place, made in enumerate(result if several else [result]):
             if not isinstance(made, _Recorded) or any(made is one for one in operands):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import base_file, base_folder
+from xhf_hooks.compat.transformers import text_config
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.meta_model import transformers_model
@@ -224,7 +225,7 @@ def _enlarge_context(config: PretrainedConfig, wanted: Any) -> None:
 def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:
     children = {name.partition('.')[0] for name in names}
     if 'v_head' in children:
-        hidden = module.llm.config.get_text_config().hidden_size
+        hidden = text_config(module.llm.config).hidden_size
         module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
     if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
         module.ref_llm = nn.Module()  # a copy of llm, not exported; its tensors are skipped by name

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import base_file
-from xhf_hooks.compat.transformers import dtype_field
+from xhf_hooks.compat.transformers import dtype_field, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
-from xhf_hooks.exporters.hf_assets import text_config
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import input_embedding, names_by_identity

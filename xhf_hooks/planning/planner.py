@@ -14,8 +14,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
-
+from xhf_hooks.compat.huggingface_hub import split_state_dict
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.plan import PlannedFile, SavePlan
@@ -131,7 +130,7 @@ def _lay_out(
 ) -> tuple[list[PlannedFile], list[Placement], dict[str, Any] | None]:
     if not file_set.may_split:
         max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
-    split = split_state_dict_into_shards_factory(
+    split = split_state_dict(
         entry_of,
         get_storage_size=lambda entry: entry.storage_nbytes,
         get_storage_id=lambda entry: entry.storage,

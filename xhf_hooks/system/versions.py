@@ -12,7 +12,7 @@ from xhf_hooks.errors import InstalledError
 __version__ = '0.1.0'
 
 #: The oldest versions that work.
-LEAST = {'torch': '2.4', 'transformers': '4.46', 'deepspeed': '0.14', 'mmengine': '0.10.4'}
+LEAST = {'torch': '2.1', 'transformers': '4.36', 'deepspeed': '0.13', 'mmengine': '0.10.3'}
 
 
 @cache
@@ -34,14 +34,14 @@ def require_packages(*names: str) -> None:
             if util.find_spec(name) is not None:  # a clone on PYTHONPATH, which has no metadata
                 continue
             found = 'none'
-        if _parts(found) < _parts(LEAST[name]):  # none: 0.0.0
+        if version_numbers(found) < version_numbers(LEAST[name]):  # none: 0.0.0
             raise InstalledError(
                 f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; '
                 f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
             )
 
 
-def _parts(text: str) -> tuple[int, ...]:
+def version_numbers(text: str) -> tuple[int, ...]:
     """Major, minor and patch; without what a build adds, such as ``a0`` or ``+cu126``."""
     numbers = [int(digits) for digits in re.findall(r'\d+', text.partition('+')[0])]
     return (*numbers, 0, 0)[:3]

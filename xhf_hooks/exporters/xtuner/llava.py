@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import base_dir_of, base_file
-from xhf_hooks.compat.transformers import dtype_field
+from xhf_hooks.compat.transformers import accepted_options, dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter
@@ -222,21 +222,33 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         return warnings + self._write_processor(folder)
 
     def _write_processor(self, folder: Path) -> list[str]:
-        """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor."""
+        """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor.
+
+        Only with the settings that the installed class takes: one more, and it does not load.
+        """
+        from transformers import LlavaProcessor
+
         vision_base = self._parts['visual_encoder'].base_dir
         preprocessor = base_file(vision_base, 'preprocessor_config.json')
         if preprocessor is None:
             return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
         shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')
-        processor = {
-            'processor_class': 'LlavaProcessor',
+        settings = {
             'image_token': IMAGE_TOKEN,
             'patch_size': self._config.vision_config.patch_size,
             'num_additional_image_tokens': self._n_class_tokens(),
             'vision_feature_select_strategy': self._config.vision_feature_select_strategy,
         }
+        taken = accepted_options(LlavaProcessor, settings)
+        processor = {'processor_class': 'LlavaProcessor', **taken}
         (folder / 'processor_config.json').write_text(json.dumps(processor, indent=2) + '\n')
-        return []
+        if taken == settings:
+            return []
+        left_out = ', '.join(f'{name}={value!r}' for name, value in settings.items() if name not in taken)
+        return [
+            f'processor_config.json: LlavaProcessor of the installed transformers takes no {left_out}; to load the '
+            f'processor with a newer transformers, add these settings there'
+        ]
 
     def _n_class_tokens(self) -> int:
         """Number of class tokens in the visual encoder's output: 1 for CLIP, 0 for SigLIP."""

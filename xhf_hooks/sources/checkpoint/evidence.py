@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from xhf_hooks.compat.deepspeed import n_steps_before_training
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import counted
@@ -88,11 +89,13 @@ def judge_steps(
     Raises:
         CheckpointError: The weights in the files differ, too.
     """
-    if not optims or (optims[0].steps is not None and models[0].steps in (None, optims[0].steps)):
+    if not optims:
         return []
-    told = (
-        f'the optimizer of {optims[0].file} has made {optims[0].steps} steps, {models[0].file.name} {models[0].steps}'
-    )
+    counted = optims[0].steps
+    made = None if counted is None else counted - n_steps_before_training(optims[0].version)
+    if counted is not None and models[0].steps in (None, counted, made):
+        return []
+    told = f'the optimizer of {optims[0].file} has made {made} steps, {models[0].file.name} {models[0].steps}'
     in_both = [tensor for tensor in tensors if tensor.master is not None and tensor.master is not tensor.trained]
     for tensor in in_both:
         rounded = tensor.whole(from_master=True).to(TORCH_DTYPES[tensor.dtype])

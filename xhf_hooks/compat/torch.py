@@ -1,0 +1,49 @@
+"""Process groups of torch 2.1 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks. Runs on: all ranks.
+
+    A new group's time-out also applies while it looks up its ranks in the store. Since 2.3 torch can change it
+    afterwards; before, ranks that never come are waited for as long as ``timeout``.
+
+    Args:
+        connect_timeout: How long the ranks may take to connect.
+        timeout: How long a rank waits for the others in each later operation.
+
+    Raises:
+        RuntimeError: A rank did not connect in time.
+    """
+    set_timeout = getattr(distributed_c10d, '_set_pg_timeout', None)  # since torch 2.3
+    with _without_bound_device():
+        group = dist.new_group(backend='gloo', timeout=timeout if set_timeout is None else connect_timeout)
+    if set_timeout is not None:
+        set_timeout(timeout, group)
+    return group
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Inside, the default group is bound to no device, as a new group would be then, too (since torch 2.3).
+
+    gloo has no backend for a device unless that is CUDA's.
+    """
+    default = dist.group.WORLD
+    bound = getattr(default, 'bound_device_id', None)
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
