@@ -24,8 +24,8 @@ if REPOSITORY:
     }
 
 #: Of a machine that has no trainer: the bounds of xhf_hooks/system/versions.py, and a faster CRC-32.
-CONVERT = ['transformers>=4.46', 'safetensors>=0.4.3', 'huggingface_hub>=0.26', 'isal>=1.6']
-MMENGINE = [*CONVERT, 'mmengine>=0.10.4']
+CONVERT = ['transformers>=4.36', 'safetensors>=0.4.3', 'huggingface_hub>=0.20', 'isal>=1.6']
+MMENGINE = [*CONVERT, 'mmengine>=0.10.3']
 
 setup(
     name='xhf_hooks',
@@ -67,10 +67,10 @@ setup(
         'convert': CONVERT,
         'mmengine': MMENGINE,
         # The DeepSpeedStrategy of mmengine 0.10.7 imports deepspeed.runtime.fp16.onebit, which 0.19.7 removed
-        'deepspeed': [*MMENGINE, 'deepspeed>=0.14,<0.19.7'],
+        'deepspeed': [*MMENGINE, 'deepspeed>=0.13,<0.19.7'],
         'trainer': [*CONVERT, 'accelerate>=1.0'],
         # Converting and comparing LoRA checkpoints
-        'peft': ['peft>=0.13'],
+        'peft': ['peft>=0.7'],
         # upload_to and addresses of stores; fsspec itself comes with torch
         's3': ['s3fs>=2024.6'],
         'gcs': ['gcsfs>=2024.6'],

@@ -7,7 +7,7 @@
 # For each set: what `pip install .` would change there (it must add this package alone); tests/unit, in which
 # test_families compares names, tensors and configs of more than 50 families with save_pretrained of that transformers;
 # tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
-# converts and verifies. Then the set's row of the table in docs/versions.md is written anew.
+# converts and verifies; where XTuner is installed, tests/e2e/xtuner_stack, its real runs. Then the set's row of the table in docs/versions.md is written anew.
 #
 # A set needs 5 to 7 GB of disk (the CUDA build of torch), g++ and, for old versions of DeepSpeed, numactl. uv installs
 # it, and a Python that the machine lacks; uv itself is installed into .venv-matrix if it is not on PATH.
@@ -20,13 +20,15 @@ PAGE=docs/versions.md
 
 # make_set SET: create its environment unless it is there.
 make_set() {
-    local dir=$ROOT/$1 file=requirements/matrix/$1.txt wanted python
+    local dir=$ROOT/$1 file=requirements/matrix/$1.txt wanted python no_deps
     wanted=$(realpath -m "$dir" && grep -v '^# without ' "$file" | sha256sum)
     [[ ! -f $dir/installed.sha256 || $(<"$dir/installed.sha256") != "$wanted" ]] || return 0
     python=$(sed -n 's/^# Python //p' "$file")
     _step "$dir: Python $python" "$uv" venv -q --seed --clear --python "$python" "$dir"
     _check_machine "$dir/bin/python"
     _step "$dir: $file" "$uv" pip install -q --python "$dir/bin/python" -r "$file"
+    no_deps=$(sed -n 's/^# alone: //p' "$file")
+    [[ ! $no_deps ]] || _step "$dir: $no_deps" "$dir/bin/python" -m pip install -q --no-deps --ignore-requires-python "$no_deps"
     _step "$dir: tests" "$uv" pip install -q --python "$dir/bin/python" ninja psutil \
         $(grep -E '^(pytest|hypothesis)==' requirements/test.txt)
     _compile_deepspeed "$dir"
@@ -38,7 +40,8 @@ run_tests() {
     local log=$ROOT/$1-$2.log
     (
         use_env "$ROOT/$1"
-        export PYTHONPATH=$PWD
+        # sitecustomize.py there makes XTuner run on a CPU
+        export PYTHONPATH=$PWD/tests/e2e/xtuner_stack:$PWD
         python -m pytest -q -p no:cacheprovider "${@:3}"
     ) >"$log" 2>&1 || grep -E '^(FAILED|ERROR) ' "$log" >&2 || tail -n 20 "$log" >&2
     grep -E '^[0-9]+ (passed|failed|error)' "$log" | tail -n 1 | sed -E 's/ in [0-9.]+s.*//; s/, [0-9]+ (warnings?|deselected)//g'
@@ -47,6 +50,7 @@ run_tests() {
 # test_set SET: test it and write its row.
 test_set() {
     local file=requirements/matrix/$1.txt python=$ROOT/$1/bin/python left_out changed unit runs versions
+    local modules=(tests/distributed/test_any_set.py)
     local passed='^[0-9]+ passed(, [0-9]+ skipped)?$'
     mapfile -t left_out < <(sed -n -E 's/^# without ([^ ]+): .*/--deselect=\1/p' "$file")
     changed=$("$python" -m pip install --dry-run . | sed -n 's/^Would install//p')
@@ -55,8 +59,10 @@ test_set() {
     echo "== $1: tests/unit"
     # Without a test of the lock files of the two stacks
     unit=$(run_tests "$1" unit tests/unit --ignore=tests/unit/test_versions.py "${left_out[@]}")
-    echo "== $1: $unit; tests/distributed/test_any_set.py"
-    runs=$(run_tests "$1" runs tests/distributed/test_any_set.py "${left_out[@]}")
+    # XTuner's own runs, where it is installed
+    [[ $1 == torch-* || $1 == newest ]] || modules+=(tests/e2e/xtuner_stack)
+    echo "== $1: $unit; ${modules[*]}"
+    runs=$(run_tests "$1" runs "${modules[@]}" "${left_out[@]}")
     echo "== $1: $runs; pip install . changes: ${changed:-nothing}"
     versions=$("$python" -c '
 import platform

@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 def _hook() -> type[HFCheckpointHook]:
     if find_spec('mmengine') is None:
         raise ImportError(
-            "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'mmengine>=0.10.4' (and "
+            "HFCheckpointHook is a hook of MMEngine, which is not installed: pip install 'mmengine>=0.10.3' (and "
             'deepspeed). HFCheckpointCallback and save_hf need no MMEngine',
             name='mmengine',
         )

@@ -55,14 +55,20 @@ def accepted_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tied_weight_keys(model: PreTrainedModel) -> list[str]:
-    """Patterns of names that ``save_pretrained`` of the installed transformers leaves out where they are tied.
+    """Patterns of names that ``save_pretrained`` leaves out where they are tied: of the model and of models in it.
 
-    Before 4.40 it asked the model alone, not the models in it.
+    Before 4.40 transformers has no such list, and leaves out all names of a tied tensor but the first: the same ones.
     """
     from transformers import modeling_utils
 
     collect = getattr(modeling_utils, '_get_tied_weight_keys', None)
-    return list(model._tied_weights_keys or ()) if collect is None else collect(model)
+    if collect is not None:
+        return collect(model)
+    keys = []
+    for path, module in model.named_modules():
+        prefix = f'{path}.' if path else ''
+        keys += [prefix + key for key in getattr(module, '_tied_weights_keys', None) or ()]
+    return keys
 
 
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:

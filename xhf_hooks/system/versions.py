@@ -36,9 +36,19 @@ def require_packages(*names: str) -> None:
             found = 'none'
         if version_numbers(found) < version_numbers(LEAST[name]):  # none: 0.0.0
             raise InstalledError(
-                f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; '
-                f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
+                f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; {_remedy(name)}'
             )
+
+
+def _remedy(name: str) -> str:
+    """How to get a version that works. The newest one would break XTuner 0.1, which needs older packages."""
+    try:
+        xtuner = version('xtuner')
+    except PackageNotFoundError:
+        xtuner = ''
+    if xtuner and version_numbers(xtuner) < (0, 2):
+        return f'xtuner {xtuner} does not work with each newer {name}: install one of the tested sets of docs/versions.md'
+    return f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

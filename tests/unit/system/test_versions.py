@@ -28,7 +28,7 @@ def has(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('name', 'old'), [('torch', '2.3.1+cu121'), ('transformers', '4.45.2'), ('mmengine', '0.10.3')]
+    ('name', 'old'), [('torch', '2.0.1+cu121'), ('transformers', '4.35.2'), ('mmengine', '0.10.2')]
 )
 def test_the_hook_tells_what_is_too_old(has, name, old):
     from xhf_hooks import HFCheckpointHook
@@ -39,11 +39,20 @@ def test_the_hook_tells_what_is_too_old(has, name, old):
     assert f'expected {name} {versions.LEAST[name]} or newer' in str(told.value)
 
 
+def test_no_upgrade_is_advised_that_breaks_xtuner(has):
+    from xhf_hooks import HFCheckpointHook
+
+    has(**{**NEW, 'transformers': '4.35.2', 'xtuner': '0.1.23'})
+    with pytest.raises(InstalledError, match='xtuner 0.1.23 does not work with each newer transformers') as told:
+        HFCheckpointHook()
+    assert 'pip install' not in str(told.value)
+
+
 @pytest.mark.parametrize('command', [convert, verify])
 def test_the_commands_tell_it(has, capsys, command, tmp_path):
-    has(torch='2.3.0', transformers='5.23.0')
+    has(torch='2.0.1', transformers='5.23.0')
     assert command.main([str(tmp_path), str(tmp_path / 'out')]) == 2
-    assert 'expected torch 2.4 or newer, found torch 2.3.0' in capsys.readouterr().err
+    assert 'expected torch 2.1 or newer, found torch 2.0.1' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('what', ['save_hf', 'HFCheckpointCallback'])
@@ -54,7 +63,7 @@ def test_what_is_missing_is_told_with_its_remedy(has, monkeypatch, what, tmp_pat
     monkeypatch.setattr(versions.util, 'find_spec', lambda name: None)
     with pytest.raises(InstalledError) as told:
         getattr(xhf_hooks, what)(None, tmp_path / 'out')
-    assert 'found none' in str(told.value) and "pip install 'transformers>=4.46'" in str(told.value)
+    assert 'found none' in str(told.value) and "pip install 'transformers>=4.36'" in str(told.value)
 
 
 def test_a_package_without_metadata_is_not_missing(has):
