@@ -40,7 +40,7 @@ make_env() {
     torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
     _step "$dir: $torch" "${pip[@]}" "$torch"
     _step "$dir: ${files[*]}" "${pip[@]}" "${files[@]/#/-r}"
-    [[ ! -f $no_deps ]] || _step "$dir: $no_deps" "${pip[@]}" --no-deps "-r$no_deps"
+    [[ ! -f $no_deps ]] || _step "$dir: $no_deps" "${pip[@]}" --no-deps --ignore-requires-python "-r$no_deps"
     _step "$dir: xhf_hooks" "${pip[@]}" --no-deps --no-build-isolation -e .
     _compile_deepspeed "$dir"
     echo "$wanted" >"$stamp"
@@ -86,6 +86,7 @@ _find_python() {
     local versions python
     case $1 in
         xtuner) versions='(3, 11) <= sys.version_info < (3, 13)' ;; # XTuner 0.2.0 refuses 3.13
+        xtuner-0.1) versions='(3, 10) <= sys.version_info < (3, 12)' ;; # torch 2.4 and tokenizers 0.15 have no wheels for 3.13
         *) versions='(3, 10) <= sys.version_info < (3, 15)' ;;
     esac
     for python in python3 python3.{14,13,12,11,10}; do
@@ -114,6 +115,7 @@ _tell_size() {
     local cuda cpu
     case $2 in
         xtuner) cuda='3.1 GB to download, 6.3 GB' cpu='0.6 GB, 2.3 GB' ;;
+        xtuner-0.1) cuda='2.8 GB to download, 6.0 GB' cpu='0.6 GB, 2.3 GB' ;;
         *) cuda='3.0 GB to download, 5.8 GB' cpu='0.4 GB, 1.8 GB' ;;
     esac
     echo "== $1: about $cuda on disk; with the CPU build of torch $cpu"

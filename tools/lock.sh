@@ -17,4 +17,5 @@ lock() {
 }
 
 lock modern 3.10 modern.txt test.txt stores.txt docs.txt "$@"
+lock xtuner-0.1 3.10 xtuner-0.1.txt xtuner-0.1_no_deps.txt test.txt "$@"
 lock xtuner 3.11 xtuner.txt xtuner_no_deps.txt test.txt "$@"

@@ -11,7 +11,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[2] / 'requirements'
-STACKS = {'modern': ['modern.txt', 'test.txt', 'docs.txt'], 'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt']}
+STACKS = {
+    'modern': ['modern.txt', 'test.txt', 'docs.txt'],
+    'xtuner': ['xtuner.txt', 'xtuner_no_deps.txt', 'test.txt'],
+    'xtuner-0.1': ['xtuner-0.1.txt', 'xtuner-0.1_no_deps.txt', 'test.txt'],
+}
 THIS_STACK = 'xtuner' if find_spec('xtuner') else 'modern'
 #: pip comes with the environment.
 NOT_LOCKED = {'pip', 'xhf-hooks'}
@@ -51,7 +55,8 @@ def test_every_requirement_is_locked(stack):
 
 @pytest.mark.parametrize('stack', STACKS)
 def test_the_cuda_build_of_torch_is_locked_too(stack):
-    assert {'triton', 'nvidia-nccl-cu13', 'cuda-toolkit'} <= set(pins(f'{stack}.lock.txt', applicable=False))
+    locked = pins(f'{stack}.lock.txt', applicable=False)
+    assert 'triton' in locked and any(name.startswith('nvidia-nccl-cu') for name in locked)
 
 
 def test_the_table_in_docs_is_what_is_required():
