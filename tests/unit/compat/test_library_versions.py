@@ -1,0 +1,110 @@
+"""What old and new versions of other libraries need of this package, each shown with what those versions have."""
+
+import huggingface_hub
+import pytest
+from torch import nn
+from torch.distributed import distributed_c10d
+from transformers import modeling_utils
+
+from tests.helpers.models.zoo import build
+from xhf_hooks.compat import deepspeed, peft, transformers
+from xhf_hooks.compat.huggingface_hub import split_state_dict
+
+NBYTES = {'a': 3, 'b': 3, 'c': 9, 'd': 1, 'e': 6}
+
+
+def split(most_nbytes):
+    return split_state_dict(
+        NBYTES,
+        get_storage_size=lambda nbytes: nbytes,
+        get_storage_id=lambda nbytes: None,
+        filename_pattern='model{suffix}.safetensors',
+        max_shard_size=most_nbytes,
+    )
+
+
+def test_a_split_without_the_hubs_function(monkeypatch):
+    """huggingface_hub before 0.23."""
+    monkeypatch.setattr(huggingface_hub, 'split_state_dict_into_shards_factory', None, raising=False)
+    found, alone = split(7), split(100)
+    first, second, third = (f'model-0000{number}-of-00003.safetensors' for number in (1, 2, 3))
+    assert found.filename_to_tensors == {first: ['a', 'b'], second: ['c'], third: ['d', 'e']}
+    assert found.tensor_to_filename == {'a': first, 'b': first, 'c': second, 'd': third, 'e': third}
+    assert found.is_sharded and found.metadata == {'total_size': 22}
+    assert alone.filename_to_tensors == {'model.safetensors': [*NBYTES]} and not alone.is_sharded
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+
+class Mixin:
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(1, 1)
+
+
+class Head(Mixin, Inner):
+    """Inherits its ``__init__``, as LlamaForSequenceClassification of transformers 4.57."""
+
+
+@pytest.fixture
+def after_zero_init():
+    """What ``deepspeed.zero.Init`` of 0.16 leaves behind (``_enable_class`` and ``_disable_class``)."""
+    Inner._old_init = Inner.__init__
+    Head.__init__ = Head._old_init
+    yield
+    del Inner._old_init
+    if '__init__' in vars(Head):
+        del Head.__init__
+
+
+def test_a_class_that_inherits_its_init_is_built_whole(after_zero_init):
+    assert not hasattr(Head(), 'score'), 'what DeepSpeed leaves behind'
+    deepspeed.restore_inherited_init(Head)
+    deepspeed.restore_inherited_init(Inner)  # has its own, and keeps it
+    assert hasattr(Head(), 'score') and hasattr(Head(), 'layer')
+
+
+@pytest.mark.parametrize(('version', 'n_steps'), [('0.13.1', 1), ('0.13.5', 0), ('0.19.6', 0), (None, 0)])
+def test_steps_that_an_optimizer_made_before_training(version, n_steps):
+    assert deepspeed.n_steps_before_training(version) == n_steps
+
+
+def test_doras_magnitudes_under_both_names():
+    """A parameter before peft 0.12, a module's since."""
+    assert peft.magnitude_name('q', 'default', {'q.lora_magnitude_vector.default'}) == 'q.lora_magnitude_vector.default'
+    assert peft.magnitude_name('q', 'default', set()) == 'q.lora_magnitude_vector.default.weight'
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'llava'])
+def test_ties_are_those_that_the_installed_transformers_lists(family, monkeypatch):
+    """Its own list, since 4.40, and the one that is made without it."""
+    model = build(family)
+    listed = transformers.tied_weight_keys(model)
+    monkeypatch.delattr(modeling_utils, '_get_tied_weight_keys', raising=False)
+    assert sorted(transformers.tied_weight_keys(model)) == sorted(listed)
+
+
+def test_the_text_models_config_without_the_method():
+    """transformers before 4.45."""
+
+    class Config:
+        text_config = 'text'
+
+    class Several:
+        decoder, generator, text_config = 'decoder', None, 'text'
+
+    assert transformers.text_config(Config()) == 'text'
+    several, plain = Several(), object()
+    assert transformers.text_config(several) is several and transformers.text_config(plain) is plain
+
+
+@pytest.mark.modern_only
+def test_private_names_that_newer_versions_have():
+    """If one of them goes, what stands in its place must be looked at again (xhf_hooks/compat)."""
+    assert hasattr(distributed_c10d, '_set_pg_timeout')
+    assert hasattr(modeling_utils, '_get_tied_weight_keys')
+    assert hasattr(huggingface_hub, 'split_state_dict_into_shards_factory')
