@@ -17,5 +17,8 @@ lock() {
 }
 
 lock modern 3.10 modern.txt test.txt stores.txt docs.txt "$@"
-lock xtuner-0.1 3.10 xtuner-0.1.txt xtuner-0.1_no_deps.txt test.txt "$@"
+# XTuner 0.1.23 itself is not for all of these Pythons, so its line is added
+uv pip compile -q --universal --python-version 3.10 --annotation-style line --custom-compile-command 'bash tools/lock.sh' \
+    --output-file xtuner-0.1.lock.txt xtuner-0.1.txt test.txt "$@"
+grep '^xtuner==' xtuner-0.1_no_deps.txt >>xtuner-0.1.lock.txt
 lock xtuner 3.11 xtuner.txt xtuner_no_deps.txt test.txt "$@"

@@ -47,9 +47,7 @@ def _remedy(name: str) -> str:
     except PackageNotFoundError:
         xtuner = ''
     if xtuner and version_numbers(xtuner) < (0, 2):
-        return (
-            f'xtuner {xtuner} does not work with each newer {name}: install one of the tested sets of docs/versions.md'
-        )
+        return f'xtuner {xtuner} works with few newer versions: install one of the tested sets (docs/versions.md)'
     return f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
 
 
