@@ -10,9 +10,12 @@ from torch import nn
 #: Path components that FSDP1, activation checkpointing and torch.compile add.
 _WRAPPERS = re.compile(r'(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)')
 
+#: Under this name ``nn.Module.state_dict`` has what ``get_extra_state`` returns (``torch/nn/modules/module.py``).
+_EXTRA_STATE = '_extra_state'
+
 
 def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers; tied ones under each of their names.
+    """Parameters, persistent buffers and extra states that are tensors; tied ones under each of their names.
 
     Args:
         as_wrapped: Keep the wrappers' path components in the names.
@@ -24,6 +27,9 @@ def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[
         prefix = path if as_wrapped else without_wrappers(path)
         own = list(module._parameters.items())
         own += [(n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set]
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state = module.get_extra_state()
+            own += [(_EXTRA_STATE, state)] if isinstance(state, torch.Tensor) else []
         found += [(f'{prefix}.{n}' if prefix else n, t) for n, t in own if t is not None]
     return found
 

@@ -7,8 +7,8 @@ alone, and the same config from the file with them as without them.
 
 from __future__ import annotations
 
-import copy
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,4 +98,8 @@ def _is_proven(config: PretrainedConfig, fields: Mapping[str, Any], older: Mappi
 
 
 def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return type(config).from_dict(copy.deepcopy(dict(fields))).to_dict()
+    """What ``from_pretrained`` makes of them. It also decodes infinite numbers, which JSON does not have."""
+    with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
+        Path(folder, 'config.json').write_text(json.dumps(fields), encoding='utf-8')
+        read = type(config).from_pretrained(folder).to_dict()
+    return {name: value for name, value in read.items() if name != '_name_or_path'}

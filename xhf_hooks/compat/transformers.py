@@ -20,7 +20,7 @@ from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 def converts_weights() -> bool:
@@ -69,6 +69,19 @@ def tied_weight_keys(model: PreTrainedModel) -> list[str]:
         prefix = f'{path}.' if path else ''
         keys += [prefix + key for key in getattr(module, '_tied_weights_keys', None) or ()]
     return keys
+
+
+def move_generation_fields(config: PretrainedConfig, generation: GenerationConfig) -> None:
+    """Move settings of generation from a config to the one for generation, as ``save_pretrained`` of 4.46 to 4.57 does.
+
+    Scripts set them there, such as ``model.config.num_beams``; ``generate`` of a loaded model does not read them.
+    """
+    misplaced = getattr(config, '_get_non_default_generation_parameters', None)
+    if converts_weights() or misplaced is None:
+        return
+    for name, value in misplaced().items():
+        setattr(generation, name, value)
+        setattr(config, name, None)
 
 
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:

@@ -85,6 +85,10 @@ class Exporter(ABC):
         """
         return []
 
+    def is_outdated(self) -> bool:
+        """Whether the model's config is another one than :meth:`entries` found, so that saves must be planned again."""
+        return False
+
     @property
     def base_dir(self) -> str:
         """Folder or hub name that the model was loaded from; '' if unknown."""
@@ -191,6 +195,9 @@ class CompositeExporter(Exporter):
         left_out = [set(part.left_out) for part in self.parts.values()]
         self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
         return entries
+
+    def is_outdated(self) -> bool:
+        return any(part.is_outdated() for part in self.parts.values())
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         notes = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
-from xhf_hooks.compat.transformers import dtype_field, text_config
+from xhf_hooks.compat.transformers import dtype_field, move_generation_fields, text_config
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -22,6 +23,7 @@ from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 #: Embeddings are padded to a multiple of this, or of a multiple of it.
@@ -32,18 +34,21 @@ _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
 _MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
-def exported_config(model: PreTrainedModel, dtype: str | None, base_dir: str) -> PretrainedConfig:
+def exported_config(
+    model: PreTrainedModel, dtype: str | None, base_dir: str, trained_dtype: torch.dtype
+) -> PretrainedConfig:
     """A copy of the model's config that describes the written model.
 
     Training often sets ``use_cache`` to False; the copy has the base model's value.
 
     Args:
         dtype: Safetensors dtype that floats are cast to; None: the training dtype.
+        trained_dtype: The dtype of the first tensor that is written, if there is no cast.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
     dtype_option = dtype_field(config)
-    written = model.dtype if dtype is None else TORCH_DTYPES[dtype]
+    written = trained_dtype if dtype is None else TORCH_DTYPES[dtype]
     setattr(config, dtype_option, str(written).removeprefix('torch.'))
     for part in vars(config).values() if dtype is not None else ():
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
@@ -97,9 +102,11 @@ def write(
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     if getattr(config, '_attn_implementation_autoset', False):
         config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
-    warnings += write_config(folder, config)
     if model.can_generate() and model.generation_config is not None:
-        warnings += _write_generation_config(folder, model, eos_token_ids, base_dir)
+        generation = _saved_generation_config(model, folder)
+        move_generation_fields(config, generation)
+        warnings += _write_generation_config(folder, generation, eos_token_ids, base_dir)
+    warnings = write_config(folder, config) + warnings
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_dir)
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
@@ -110,6 +117,37 @@ def write(
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
     return warnings
+
+
+def require_json(model: PreTrainedModel) -> None:
+    """Refuse a model whose configs hold what JSON does not have, such as numpy's arrays.
+
+    Raises:
+        ModelError: It names the fields.
+    """
+    for file, config in (('config', model.config), ('generation_config', getattr(model, 'generation_config', None))):
+        if config is None:
+            continue
+        try:
+            config.to_json_string()
+            continue
+        except Exception as error:  # classes may be custom code
+            fields = config.to_dict()
+            reason = error
+        found = [f'{name} ({type(value).__name__})' for name, value in fields.items() if not _is_json(value)]
+        if found:
+            raise ModelError(
+                f'{file}.json cannot hold {", ".join(found)} of the {file} of {type(model).__name__}: {reason}. Set '
+                f'what JSON has (numbers, strings, lists, dicts), or keep it elsewhere than in model.{file}'
+            )
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
@@ -133,9 +171,8 @@ def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
 
 
 def _write_generation_config(
-    folder: Path, model: PreTrainedModel, eos_token_ids: Sequence[int], base_dir: str
+    folder: Path, generation: GenerationConfig, eos_token_ids: Sequence[int], base_dir: str
 ) -> list[str]:
-    generation = _saved_generation_config(model, folder)
     _restore_forced(generation, base_dir)
     if eos_token_ids:
         known = generation.eos_token_id

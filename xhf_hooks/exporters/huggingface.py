@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
+from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora_merge import merge_adapters
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from xhf_hooks.exporters.rehearsal import Problems
+
+#: The field of configs that says whether input and output embeddings are one tensor.
+_TIE = 'tie_word_embeddings'
 #: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
 #: and ``save_hf`` is called many times.
 _BUILT: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
@@ -73,6 +79,9 @@ class HuggingFaceExporter(Exporter):
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
+        self._arguments: dict[str, Any] = {}  # of the class, beside its config
+        self._without_arguments: Problems = {}  # what they change
+        self._planned_config: dict[str, Any] = {}  # that of the live model, when entries() was called
         _require_not_quantized(self._model)
 
     @classmethod
@@ -84,6 +93,9 @@ class HuggingFaceExporter(Exporter):
         base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
         self._config_dtype = dtype if base is None else base.of_model
         self._vocab_size = self._is_tied = None
+        self._arguments, self._without_arguments = {}, {}
+        hf_assets.require_json(self._model)
+        self._planned_config = self._model.config.to_dict()
         self._reference = self._build_reference(self._config)
         embedding = input_embedding(self._reference)
         names = [name for name, tensor in module_tensors(self._reference) if tensor is embedding and name in own]
@@ -92,8 +104,11 @@ class HuggingFaceExporter(Exporter):
             self._vocab_size = rows  # training resized it
             self._reference = self._build_reference(self._config)
         self._is_tied = self._misdescribed_tie(own)
-        if self._is_tied is not None:
+        if self._is_tied is not None and not self._can_describe_tie(self._is_tied):
+            self._is_tied = None
+        elif self._is_tied is not None:
             self._reference = self._build_reference(self._config)
+        self._find_arguments(own)
         self._compare_with_reference(own)
         self._not_written = set(self._redundant_names(own))
         own = {name: spec for name, spec in own.items() if name not in self._not_written}
@@ -120,7 +135,7 @@ class HuggingFaceExporter(Exporter):
         if dtype != 'F32' and any(getattr(self._reference, name, None) for name in lists):
             kind = self._class_that_loads()
             try:
-                loaded, _ = load_empty(kind, self._config, entries, TORCH_DTYPES[dtype])
+                loaded, _ = load_empty(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
             except Exception as error:  # it may be custom code
                 expected = f'None, since {kind.__name__} keeps tensors in fp32, and which could not be tried: {error!r}'
                 raise OptionError('dtype', expected, dtype) from error
@@ -140,14 +155,14 @@ class HuggingFaceExporter(Exporter):
         if rehearsed.get(type(self)) == done:
             return []
         try:
-            loaded, problems = load_empty(kind, config, placements)
+            loaded, problems = load_empty(kind, config, placements, arguments=self._arguments)
         except ModelError:
             raise
         except Exception as error:  # a class may be custom code; transformers may lack accelerate, which this needs
             return [not_rehearsed(kind, error)]
         restored: set[str] = set()
         if problems['missing'] and not converts_weights():
-            restored = tied_while_built(build_on_meta(kind, config), self._not_written)
+            restored = tied_while_built(build_on_meta(kind, config, self._arguments), self._not_written)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
         for _, names in names_by_identity(loaded):
             known = [name for name in names if name in self._names]
@@ -155,6 +170,8 @@ class HuggingFaceExporter(Exporter):
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
             elif known and self._not_written.issuperset(known) and not (self._ignored | restored).issuperset(known):
                 problems.setdefault('not tied to what is saved', []).append(known[0])
+        if problems.get('tied, but trained apart'):
+            require_none(problems, kind.__name__, f"set {_TIE} to False in the model's config before training")
         require_none(problems, kind.__name__)
         rehearsed[type(self)] = done
         comes_with_code = is_remote_code(self._model) or bool(getattr(config, 'auto_map', None))
@@ -177,6 +194,7 @@ class HuggingFaceExporter(Exporter):
     ) -> list[str]:
         rows = max((weight.shape[0] for weight in token_embeddings(self._reference)), default=None)
         warnings = hf_assets.compare_vocabulary(tokenizer, rows, self)
+        warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
         warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
         return warnings + hf_assets.missing_mtp_layers(self._names, self.base_dir)
 
@@ -197,9 +215,26 @@ class HuggingFaceExporter(Exporter):
             text_config(config).vocab_size = self._vocab_size
         if self._is_tied is not None:
             for part in (config, text_config(config)):
-                if getattr(part, 'tie_word_embeddings', self._is_tied) != self._is_tied:
-                    part.tie_word_embeddings = self._is_tied
+                if getattr(part, _TIE, self._is_tied) != self._is_tied:
+                    setattr(part, _TIE, self._is_tied)
         return config
+
+    def _can_describe_tie(self, is_tied: bool) -> bool:
+        """Whether the config may say so, and nothing else changes than which tensors are one.
+
+        T5 and its kin scale the head's input in ``forward`` if it does, or their config always says that there is a
+        tie. Then it stays as it is: a tie is stored under both names, and so is what transformers 5 does not tie, since
+        it compares values.
+        """
+        parts: Iterator[nn.Module] = iter(()) if self._reference is None else self._reference.modules()
+        if any(_TIE in _names_in(type(part).forward) for part in parts):
+            return False
+        config = self._config  # with the tie, since _is_tied is set
+        try:
+            read = type(config).from_dict(config.to_dict())
+        except Exception:  # it may be custom code; rehearse() tells the error
+            return True
+        return all(getattr(part, _TIE, is_tied) == is_tied for part in (read, text_config(read)))
 
     def _misdescribed_tie(self, own: Mapping[str, TensorSpec]) -> bool | None:
         """Whether input and output embeddings are one tensor, if the config says otherwise; None if it is right."""
@@ -214,15 +249,19 @@ class HuggingFaceExporter(Exporter):
         return None if is_right else is_tied
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        return hf_assets.exported_config(self._model, dtype, self.base_dir)
+        # The first that is written is not the model's first where a trained copy takes its place
+        codes = [spec.dtype for spec in own.values() if is_float(spec.dtype)] if self._adapters else []
+        written = TORCH_DTYPES[codes[0]] if codes else self._model.dtype
+        return hf_assets.exported_config(self._model, dtype, self.base_dir, written)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
-        kind, content = model_class(self._model), config.to_dict()
+        kind = model_class(self._model)
+        key = kind, config.to_dict(), self._arguments
         built_from, reference = _BUILT.get(self._model, (None, None))
-        if built_from != (kind, content):
-            reference = build_on_meta(kind, config)
-            _BUILT[self._model] = (kind, content), reference
+        if built_from != key:
+            reference = build_on_meta(kind, config, self._arguments)
+            _BUILT[self._model] = key, reference
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None and not any(map(_is_of_quantizer, conversions)):
             reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
@@ -231,7 +270,37 @@ class HuggingFaceExporter(Exporter):
     def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
         return convert_specs(self._reference, own)
 
+    def is_outdated(self) -> bool:
+        return self._planned_config != self._model.config.to_dict()
+
+    def _find_arguments(self, own: dict[str, TensorSpec]) -> None:
+        """If the trained model is not what its config alone describes, look for arguments that were given beside it."""
+        without, config = self._differences(own), self._config
+
+        def differences_with(arguments: Mapping[str, Any]) -> Problems:
+            self._arguments = dict(arguments)
+            try:
+                self._reference = self._build_reference(config)
+            except Exception:  # the class may be custom code
+                return without
+            return self._differences(own)
+
+        if not any(without.values()):
+            return
+        found = find_arguments(model_class(self._model), differences_with)
+        self._arguments = found or {}
+        self._without_arguments = without
+        self._reference = self._build_reference(config)
+
     def _compare_with_reference(self, own: dict[str, TensorSpec]) -> None:
+        problems = self._differences(own)
+        what = f'{type(self._reference).__name__}, from the model at {self._path or "the root"!r},'
+        if any('lora_' in name for name in problems['unexpected']):
+            require_none(problems, what, 'add LoRA weights with get_peft_model, which makes a PeftModel')
+        require_none(problems, what)
+
+    def _differences(self, own: dict[str, TensorSpec]) -> Problems:
+        """How the trained model differs from the reference, but for what the class says that it may lack or have."""
         reference = self._reference
         problems = differences(
             {name: spec.shape for name, spec in own.items()},
@@ -241,15 +310,19 @@ class HuggingFaceExporter(Exporter):
         may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
         problems['missing'] = [name for name in problems['missing'] if not _matches(may_lack, name)]
         problems['unexpected'] = [name for name in problems['unexpected'] if not _matches(may_have, name)]
-        what = f'{type(reference).__name__}, from the model at {self._path or "the root"!r},'
-        if any('lora_' in name for name in problems['unexpected']):
-            require_none(problems, what, 'add LoRA weights with get_peft_model, which makes a PeftModel')
-        require_none(problems, what)
+        return problems
 
     @property
     def _ignored(self) -> set[str]:
-        """Names that the class never writes."""
-        return set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
+        """Names that the class never writes: it says so, or its own ``state_dict`` leaves them out."""
+        from transformers import PreTrainedModel
+
+        ignored = set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
+        reference = self._reference
+        if reference is not None and type(reference).state_dict is not PreTrainedModel.state_dict:
+            listed = reference.state_dict()
+            ignored.update(name for name, _ in module_tensors(self._reference) if name not in listed)
+        return ignored
 
     def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
         """Names that are not written: those that the class ignores, and all but one of tied weights.
@@ -295,6 +368,18 @@ def _require_not_quantized(model: PreTrainedModel) -> None:
 def _is_of_quantizer(conversion: Any) -> bool:
     """Whether it is what a quantizer did when it loaded the model, such as dequantizing; it is gone since."""
     return any(hasattr(operation, 'hf_quantizer') for operation in getattr(conversion, 'operations', ()))
+
+
+def _names_in(function: Any) -> set[str]:
+    """The names of attributes and globals that a function reads, under its decorators and in functions within it."""
+    found: set[str] = set()
+    waiting = [getattr(inspect.unwrap(function), '__code__', None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+            waiting += code.co_consts
+    return found
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,8 +21,15 @@ if TYPE_CHECKING:
 Built = TypeVar('Built', bound=nn.Module)
 
 
-def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, unpartitioned even at ZeRO-3."""
+def build_on_meta(
+    kind: type[PreTrainedModel], config: PretrainedConfig, arguments: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Build a model on the meta device as ``from_pretrained`` builds it, unpartitioned even at ZeRO-3.
+
+    Args:
+        arguments: Keyword arguments of the class beside the config.
+    """
+    arguments = arguments or {}
 
     def build() -> PreTrainedModel:
         own = copy.deepcopy(config)  # ``__init__`` may edit it
@@ -30,7 +39,8 @@ def build_on_meta(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreT
         if vars(own).get('_attn_implementation_autoset') is False:
             own._attn_implementation_autoset = True
         restore_inherited_init(kind)
-        model = kind(own)
+        model = kind(own, **arguments)
+        _untie_parameters(model)
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
 
@@ -64,16 +74,48 @@ def call_on_meta(build: Callable[[], Built]) -> Built:
     Args:
         build: Is called a second time if the first call fails.
     """
-    try:
-        with torch.device('meta'):
-            return build()
-    except Exception:  # classes may be custom code; the second call raises what has another cause
-        with torch.device('cpu'), _parameters_on_meta():
-            model = build()
+    with preserved_random_state():
+        try:
+            with torch.device('meta'):
+                return build()
+        except Exception:  # classes may be custom code; the second call raises what has another cause
+            with torch.device('cpu'), _parameters_on_meta():
+                model = build()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to('meta')
     return model
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random generators of torch, numpy and Python after the block.
+
+    Classes may draw from them while they are built, and a run with saves must train to the same weights as one without.
+    """
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def _untie_parameters(model: nn.Module) -> None:
+    """Give each module parameters of its own.
+
+    A class may set a parameter of one module as that of another while it is built, as MBart does with its embeddings.
+    ``from_pretrained`` does not restore that, but only what ``tie_weights`` ties and modules that are at two places:
+    it puts each stored tensor, or each parameter on the meta device, in the place of what the class has built.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            elif parameter is not None:
+                seen.add(id(parameter))
 
 
 def _prepare(config: PretrainedConfig) -> None:

@@ -19,7 +19,7 @@ from xhf_hooks.compat.deepspeed import restore_inherited_init
 from xhf_hooks.compat.transformers import loaded_without_device_map
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import write_config
-from xhf_hooks.exporters.on_meta import tensors_of_modules_on_meta, without_zero_init
+from xhf_hooks.exporters.on_meta import preserved_random_state, tensors_of_modules_on_meta, without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.planning.types import ExportEntry, Placement
@@ -38,6 +38,7 @@ def load_empty(
     config: PretrainedConfig,
     placements: Sequence[Placement | ExportEntry],
     dtype: torch.dtype | str = 'auto',
+    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, Problems]:
     """Load a model as ``from_pretrained`` will do. Runs on: the thread that trains.
 
@@ -45,9 +46,11 @@ def load_empty(
         kind: The class that config.json names.
         config: Is written to config.json, and read from there.
         dtype: The option ``torch_dtype``.
+        arguments: Keyword arguments of the class beside the config.
 
     Returns:
-        The model, on the meta device and with all ties that its config asks for, and what transformers reports.
+        The model, on the meta device, and what transformers reports. Of tensors that are stored and that its config
+        ties, transformers 4 makes one. transformers 5 does that only if their values are equal, so not here.
 
     Raises:
         ModelError: The config cannot be read.
@@ -62,7 +65,8 @@ def load_empty(
             told = error_text(error, 500)
             raise ModelError(f'{type(config).__name__} would not load its own config.json: {told}') from error
         restore_inherited_init(kind)
-        load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=_empty(placements))
+        tensors = _empty(placements)
+        load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=tensors, **(arguments or {}))
         try:
             model, problems = load(device_map={'': 'meta'})
         except Exception:
@@ -71,7 +75,6 @@ def load_empty(
             if loaded is None:
                 raise
             model, problems = loaded
-        model.tie_weights()  # transformers 5 ties no tensors on the meta device that are both there
         return model, problems
 
 
@@ -174,7 +177,7 @@ def needs_its_code(kind: type) -> list[str]:
 def _as_if_alone() -> Iterator[None]:
     """Training notices nothing of the block: not by random numbers, nor by a dtype that a failure leaves behind."""
     dtype = torch.get_default_dtype()
-    with quiet(), without_zero_init(), torch.random.fork_rng(devices=[]):
+    with quiet(), without_zero_init(), preserved_random_state():
         try:
             yield
         finally:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xhf_hooks.collective import Collective
+from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.format.text import counted, some
+from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
@@ -73,6 +76,7 @@ def plan_saves(
         )
         specs = source.specs()
         entries = exporter.entries(specs, options.dtype)
+        _require_values(unwrapped, entries)
         read = _with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
         spread = source.spread(read, collective)
@@ -105,6 +109,21 @@ def plan_saves(
         extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.sliced else 0)
         planned = Planned(exporter, specs, plan, extra_nbytes)
     return planned
+
+
+def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> None:
+    """Refuse tensors on the meta device.
+
+    Raises:
+        ModelError: It names them.
+    """
+    read = {name for entry in entries for name in entry.reads}
+    empty = [name for name, tensor in module_tensors(unwrapped.root) if tensor.is_meta and name in read]
+    if empty:
+        raise ModelError(
+            f'{counted(len(empty), "tensor")} on the meta device, which have no values: {some(empty, 5)}. device_map '
+            f'puts layers there that it offloads: load the model without device_map, or with one for devices alone'
+        )
 
 
 def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:

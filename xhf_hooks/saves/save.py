@@ -184,12 +184,13 @@ class Saver:
             self._beside.close()
 
     def _begin(self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any]) -> Save:
-        """Start the clock, plan again where tensors were frozen, unfrozen, resized or replaced, and compare copies."""
+        """Start the clock, plan again where tensors or the config are others now, and compare copies."""
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock()
         self.source = source_for(self._unwrapped.root)
         warn_of_left_out(self.log, self.planned.exporter, self._unwrapped.root)
-        if self.collective.any(self.source.specs() != self.planned.specs, 'plan'):
+        is_outdated = self.source.specs() != self.planned.specs or self.planned.exporter.is_outdated()
+        if self.collective.any(is_outdated, 'plan'):
             self.planned = self._plan()
         save = Save(self, target, step, facts, clock)
         save.compare()

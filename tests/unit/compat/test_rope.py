@@ -1,13 +1,16 @@
 """The fields of config.json for transformers 4: what is added, and that transformers 5 reads the same as before."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from tests.helpers.checks.config_fields import config_fields
 from tests.helpers.models.zoo import build
 from tests.unit.exporters.test_hf_assets import written
+from xhf_hooks.exporters.hf_assets import write_config
 
 pytestmark = pytest.mark.modern_only
 
@@ -89,3 +92,16 @@ def test_no_warning_of_a_rope_that_no_class_reads(tmp_path):
     assert (
         config_fields(tmp_path)['text_config']['rope_theta'] == model.config.text_config.rope_parameters['rope_theta']
     )
+
+
+@pytest.mark.modern_only
+def test_a_config_that_holds_an_infinite_number(tmp_path):
+    """As those of FalconH1, Bamba and GraniteMoeHybrid: JSON has none, so transformers writes it in words."""
+    config = transformers.FalconH1Config(rope_parameters={'rope_type': 'default', 'rope_theta': 1e11})
+    assert older_rope_of(config, tmp_path) == ([], 1e11)
+
+
+def older_rope_of(config: Any, folder: Path) -> tuple[list[str], float | None]:
+    """The warnings, and rope_theta in config.json."""
+    warnings = write_config(folder, config)
+    return warnings, json.loads((folder / 'config.json').read_text()).get('rope_theta')

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import GatedRepoError
 from safetensors import safe_open
 from torch import nn
@@ -11,7 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tests.helpers.models.adapted import around, planned
 from tests.helpers.models.zoo import build
-from xhf_hooks.errors import BaseModelError, ModelError, OptionError
+from xhf_hooks import save_hf
+from xhf_hooks.errors import AgreedError, BaseModelError, ModelError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
@@ -167,3 +170,50 @@ def test_a_recipe_of_a_tokenizer_that_is_nowhere_is_one_line(name, kind, reason)
     found = str(told.value)
     assert found.startswith(said + reason) and (reason or found == said) and '\n' not in found
     assert told.value.__cause__ is None and told.value.__suppress_context__
+
+
+POOLER = ('pooler.dense.weight', 'pooler.dense.bias')
+
+
+@pytest.mark.parametrize(
+    ('name', 'arguments', 'told'),
+    [
+        ('Bert', dict(add_pooling_layer=False), f'initialised at random: {", ".join(POOLER)}'),
+        ('XLMRoberta', dict(add_pooling_layer=False), f'initialised at random: {", ".join(POOLER)}'),
+        ('ViT', dict(add_pooling_layer=False, use_mask_token=True), 'not loaded: embeddings.mask_token'),
+    ],
+)
+def test_arguments_that_the_config_does_not_hold(name, arguments, told, tmp_path, caplog):
+    """As text and image encoders are built for retrieval: the folder loads with the same arguments."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=37)
+    config = getattr(transformers, f'{name}Config')(vocab_size=131, image_size=8, patch_size=4, **sizes)
+    kind = getattr(transformers, f'{name}Model')
+    model = kind(config, **arguments)
+    save_hf(model, tmp_path / 'found')
+    given = ', '.join(f'{argument}={value}' for argument, value in arguments.items())
+    warning = next(line for line in caplog.messages if 'which config.json does not hold' in line)
+    assert f'{name}Model was built with {given}, which' in warning and told in warning
+    assert f'from_pretrained(..., {given})' in warning
+    assert saved_tensors(model, tmp_path / 'expected') == saved_tensors(
+        kind.from_pretrained(tmp_path / 'found', **arguments), tmp_path / 'again'
+    )
+    _, problems = kind.from_pretrained(tmp_path / 'found', output_loading_info=True, **arguments)
+    assert not problems['missing_keys'] and not problems['unexpected_keys']
+
+
+def test_layers_that_are_offloaded_are_named(tmp_path):
+    model = build('llama')
+    model.model.layers[1].to('meta')
+    with pytest.raises(AgreedError, match=r'9 tensors on the meta device, .*: model\.layers\.1\.self_attn.*device_map'):
+        save_hf(model, tmp_path / 'saved')
+    assert not (tmp_path / 'saved').exists()
+
+
+@pytest.mark.parametrize('file', ['config', 'generation_config'])
+def test_fields_that_json_does_not_have_are_named(file, tmp_path):
+    model = build('llama')
+    getattr(model, file).curve = np.arange(3)
+    with pytest.raises(
+        AgreedError, match=rf'{file}\.json cannot hold curve \(ndarray\) of the {file} of LlamaForCausalLM'
+    ):
+        save_hf(model, tmp_path / 'saved')

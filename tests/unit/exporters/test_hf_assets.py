@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -20,6 +21,7 @@ from tests.helpers.models.adapted import planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
+from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base import find_tokenizer
@@ -222,3 +224,34 @@ def test_processor_files_come_from_the_base(tmp_path):
 
     written(tmp_path / 'found', model, tokenizer=Processor())
     assert read_json(tmp_path / 'found' / 'preprocessor_config.json') == 'own'
+
+
+def test_settings_of_generation_in_the_config_are_where_save_pretrained_puts_them(tmp_path):
+    """Scripts set them there, as those of BART and TrOCR do. transformers 4 moves them when it saves."""
+    model = build('t5')
+    model.config.max_length, model.config.num_beams = 64, 4
+    if converts_weights():  # transformers 5 refuses them
+        with pytest.raises(ValueError, match='Generation parameters found'):
+            written(tmp_path / 'found', model)
+        return
+    written(tmp_path / 'found', model)
+    assert (model.config.max_length, model.config.num_beams) == (64, 4)
+    model.save_pretrained(tmp_path / 'expected')
+    for name in ('config.json', 'generation_config.json'):
+        found, expected = (read_json(tmp_path / which / name) for which in ('found', 'expected'))
+        for field in ('max_length', 'num_beams'):
+            assert found.get(field) == expected.get(field)
+
+
+def test_the_dtype_of_a_merged_model_is_that_of_what_is_written(tmp_path):
+    """Trained copies in fp32 of a bf16 model, as LLaMA-Factory makes them."""
+    model = build('llama').to(torch.bfloat16)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=['q_proj'], modules_to_save=['embed_tokens']))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    exporter = planned(adapted, lora='merge')
+    exporter.write_hf_assets(tmp_path, None, ())
+    adapted.merge_and_unload().save_pretrained(tmp_path / 'expected')
+    found, expected = (dtype_of(read_json(folder / 'config.json')) for folder in (tmp_path, tmp_path / 'expected'))
+    assert found == expected == 'float32'

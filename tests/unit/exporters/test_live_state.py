@@ -3,22 +3,30 @@
 import copy
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BertForSequenceClassification
 
 from tests.helpers.models.adapted import adapted, around, planned
 from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import MODELS, available, build
+from tests.helpers.runs.engines import iteration, make_saver
+from tests.unit.exporters.test_exporter import CounterConfig
 from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
+from xhf_hooks.collective import Collective
+from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters.base import Exporter, find_tokenizer
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 
 
@@ -168,3 +176,103 @@ def test_every_save_tells_of_them(tmp_path, caplog):
     assert 'save_hf: not exported: 2 tensors (frozen.weight, frozen.bias)' in caplog.messages
     (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
     assert record.levelname == 'WARNING' and 'mask_head.weight' in record.getMessage()
+
+
+class OfTheScript(transformers.PreTrainedModel):
+    """A class of a training script, whose tensors are there once built."""
+
+    config_class = CounterConfig
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+
+class DrawsNumbers(OfTheScript):
+    """As XTuner's InternVL: it reads values while it is built, so that it is built on the CPU."""
+
+    def __init__(self, config: CounterConfig) -> None:
+        super().__init__(config)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.embedding = nn.Parameter(torch.randn(1, 8))
+        self.order = np.random.permutation(4)
+        self.share = random.random()
+        self.post_init()
+
+
+class WithExtraState(nn.Module):
+    """As modules of TransformerEngine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.state = torch.tensor([1.0, 2.0])
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+class HasExtraState(OfTheScript):
+    def __init__(self, config: CounterConfig) -> None:
+        super().__init__(config)
+        self.part = WithExtraState()
+        self.post_init()
+
+
+class HasTeacher(OfTheScript):
+    def __init__(self, config: CounterConfig) -> None:
+        super().__init__(config)
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.post_init()
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {name: tensor for name, tensor in super().state_dict(*args, **options).items() if 'teacher' not in name}
+
+
+def test_generators_of_random_numbers_stay_where_they_are(tmp_path):
+    model = DrawsNumbers(CounterConfig())
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    save_hf(model, tmp_path / 'saved')
+    assert torch.equal(torch.get_rng_state(), of_torch) and random.getstate() == of_python
+    now = np.random.get_state()
+    assert np.array_equal(now[1], of_numpy[1]) and now[2:] == of_numpy[2:]
+
+
+@pytest.mark.parametrize('kind', [HasExtraState, HasTeacher])
+def test_what_is_saved_is_what_state_dict_lists(kind, tmp_path):
+    model = kind(CounterConfig())
+    if kind is HasExtraState:
+        model.part.state = torch.tensor([7.0, 8.0])
+    save_hf(model, tmp_path / 'saved')
+    model.save_pretrained(tmp_path / 'expected')
+    found, expected = (load_file(tmp_path / name / 'model.safetensors') for name in ('saved', 'expected'))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    if kind is HasExtraState:
+        assert kind.from_pretrained(tmp_path / 'saved').part.state.tolist() == [7.0, 8.0]
+
+
+@pytest.mark.parametrize('change', ['vocab_size', 'id2label'])
+def test_a_config_that_is_edited_while_training(change, tmp_path):
+    """Whether the folder loads depends on it: then the save is planned and shown to load again."""
+    kind = 'LlamaForCausalLM' if change == 'vocab_size' else 'LlamaForSequenceClassification'
+    config = build('llama').config
+    config.num_labels = 3
+    model = getattr(transformers, kind)(config)
+    model.resize_token_embeddings(192, mean_resizing=False)
+    collective = Collective()
+    saver, target = make_saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
+    target.claim()
+    if change == 'vocab_size':
+        model.config.vocab_size = 133
+        saver.save(target, iteration(1))
+        again, told = type(model).from_pretrained(tmp_path / 'saved', output_loading_info=True)
+        assert not told['missing_keys'] and not told['mismatched_keys'] and again.config.vocab_size == 192
+    else:
+        model.config.id2label = {0: 'no', 1: 'yes'}
+        with pytest.raises(AgreedError, match=r'score.weight \(3, 35\), expected \(2, 35\)'):
+            saver.save(target, iteration(1))
+    target.release()
+    saver.close()
+    collective.close()

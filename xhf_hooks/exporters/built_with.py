@@ -1,0 +1,55 @@
+"""Arguments of a model's class that its config does not hold, such as ``add_pooling_layer=False`` of BertModel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from xhf_hooks.format.text import some
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from xhf_hooks.exporters.rehearsal import Problems
+
+#: More switches than this are not tried together; no class of transformers has more.
+_MAX_SWITCHES = 4
+
+
+def find_arguments(
+    kind: type[PreTrainedModel], differences_with: Callable[[Mapping[str, Any]], Problems]
+) -> dict[str, Any] | None:
+    """The keyword arguments with which a class builds the trained model; None if there are none.
+
+    Only arguments that are true or false by default are tried, fewest at once first.
+
+    Args:
+        differences_with: Builds the class with some keyword arguments, and compares it with the trained model.
+    """
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    switches = {one.name: not one.default for one in parameters if type(one.default) is bool}
+    names = list(switches)[:_MAX_SWITCHES]
+    for chosen in (together for n in range(1, len(names) + 1) for together in combinations(names, n)):
+        arguments = {name: switches[name] for name in chosen}
+        if not any(differences_with(arguments).values()):
+            return arguments
+    return None
+
+
+def warn_of_arguments(kind: type[PreTrainedModel], arguments: Mapping[str, Any], without: Problems) -> list[str]:
+    """A warning that whoever loads the folder has to give these arguments, too.
+
+    Args:
+        without: How the trained model differs from what the class builds without them.
+    """
+    if not arguments:
+        return []
+    given = ', '.join(f'{name}={value}' for name, value in arguments.items())
+    lost = {'initialised at random': without['missing'], 'not loaded': without['unexpected']}
+    told = '; '.join(f'{what}: {some(names)}' for what, names in lost.items() if names)
+    return [
+        f'{kind.__name__} was built with {given}, which config.json does not hold: load the folder with '
+        f'from_pretrained(..., {given}). Otherwise some tensors are {told}'
+    ]
