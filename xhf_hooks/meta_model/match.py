@@ -23,6 +23,9 @@ from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
+#: Ends of the names of buffers that transformers before 4.31 saved, and that no newer class has or lists as ignored.
+_BUFFERS_OF_OLD = ('rotary_emb.inv_freq', '.masked_bias', '.position_ids')
+
 
 @dataclass
 class Match:
@@ -170,7 +173,7 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
         raise BaseModelError(
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
-    unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
+    unexpected = [name for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)]
     inside = tuple(f'{path}.'.removeprefix('.') for path in _outermost(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
         told = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'

@@ -17,6 +17,7 @@ from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,15 +47,10 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
         stored: By names in the model, of any version.
     """
     try:
-        return load_recorded(type(model), model.config, stored)
+        with quiet():
+            return load_recorded(type(model), model.config, stored)
     except Exception:
         return None
-
-
-def is_of_model(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether the tensors are all those of the model, and no others: under names of any version."""
-    loaded = load_checkpoint(model, stored)
-    return loaded is not None and not any(loaded.problems.values())
 
 
 def rename_older(
