@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.e2e.test_older_readers import run_with_transformers
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors

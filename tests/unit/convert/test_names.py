@@ -218,7 +218,9 @@ def named_adapters(base: Path, trained: str, *frozen: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(('trained', 'frozen'), [('policy', ()), ('default', ('reference',)), ('policy', ('reference',))])
+@pytest.mark.parametrize(
+    ('trained', 'frozen'), [('policy', ()), ('default', ('reference',)), ('policy', ('reference',))]
+)
 def test_an_adapter_of_any_name(llama, tmp_path, capsys, trained, frozen):
     folder, _ = llama
     model = named_adapters(folder / 'base', trained, *frozen)
