@@ -63,8 +63,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--base',
         metavar='DIR',
-        help='the model before training: a folder, or a cached Hub name; where a LoRA run left no adapter_config.json, a '
-        'folder that has it; default: as in CFG',
+        help='the model before training: a folder, or a cached Hub name; where a LoRA run left no adapter_config.json, '
+        'a folder that has it; default: as in CFG',
     )
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm, or the actor of actor and ref')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
