@@ -60,8 +60,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('which model').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
-    add('--base', metavar='DIR', help='the model before training: a folder, or a cached Hub name; default: as in CFG')
-    add('--module', metavar='PATH', help='path of the submodule to export, such as llm')
+    add(
+        '--base',
+        metavar='DIR',
+        help='the model before training: a folder, or a cached Hub name; where a LoRA run left no adapter_config.json, '
+        'a folder that has it; default: as in CFG',
+    )
+    add('--module', metavar='PATH', help='path of the submodule to export, such as llm, or the actor of actor and ref')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
     add(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
 from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
+from xhf_hooks.meta_model.match import Match, require_all
+from xhf_hooks.meta_model.stored_names import name_as_in_model
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave
@@ -83,20 +85,22 @@ class Conversion:
     def __init__(self, checkpoint: CheckpointSource, options: ConvertOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
         path = checkpoint.found.path
-        held, beside = _by_name(checkpoint.tensors.values()), adapter_beside(path)
+        named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
+        held, beside = _by_name(named.tensors), adapter_beside(path)
         self._config = find_run_config(options.config, checkpoint.config_text, path)
         self._meta_model = build_meta_model(
             self._config,
             path,
-            {name: tensor.shape for name, tensor in {**beside, **held}.items()},
+            {**beside, **held},
             base=options.base,
+            module=options.module,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
-        frozen = frozen_only(module, beside, held.keys())
-        held |= _by_name(frozen)
+        held |= _by_name(frozen_only(module, beside, held.keys()))
         dtype = self._dtype_of_frozen(held)
-        tensors, notes = match_checkpoint(self._meta_model, [*checkpoint.tensors.values(), *frozen], dtype)
+        has_recorded_trained = checkpoint.trained is not None
+        match = match_checkpoint(self._meta_model, held, dtype, has_recorded_trained=has_recorded_trained)
         _forget_quantizers(module, held)
         self._exporter = exporter_for(
             module,
@@ -106,15 +110,18 @@ class Conversion:
             reward_token_id=_reward_token_id(module, self._config),
         )
         self._weights, weights_notes = _which_weights(checkpoint, self._config, options.ema)
-        self.outputs = self._plan(tensors)
+        self.outputs = self._plan(match)
         plan = self.outputs.plan
+        read = {spec.name for spec in plan.reads}
+        require_all(match, read, self._meta_model, checkpoint.not_tensors)
         self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
-        of_base = _by_name(one for one in tensors.values() if held.keys().isdisjoint((one.name, *one.aliases)))
-        self.warnings = [*checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
+        of_base = _by_name(match.tensors[name] for name in match.lent)
+        self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
+        self.warnings += self._exporter.notes
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
+        self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
         self.warnings += self._exporter.rehearse(plan.placements)
-        if self._exporter.left_out:
-            left_out = self._exporter.left_out
+        if left_out := [name for name in self._exporter.left_out if name not in match.lacking]:
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
     def _dtype_of_frozen(self, held: Mapping[str, StoredTensor]) -> str | None:
@@ -160,8 +167,25 @@ class Conversion:
             )
         return notes
 
-    def _plan(self, tensors: Mapping[str, StoredTensor]) -> PlannedOutputs:
-        specs = [tensor.spec for tensor in tensors.values()]
+    def _judge_quantized(self, replaced: Sequence[str]) -> list[str]:
+        """A note on weights that training had quantized, and that are written as the given base has them.
+
+        Args:
+            replaced: Names of these weights.
+
+        Raises:
+            OptionError: No base was given for them.
+        """
+        if not replaced:
+            return []
+        told = f'training had {counted(len(replaced), "weight")} quantized ({some(replaced)})'
+        if self._options.base not in [base.folder for base in self._meta_model.bases]:
+            expected = f"'adapter', because {told}; to merge the adapter into others, give them with --base UNQUANTIZED"
+            raise OptionError('lora', expected, self._options.lora)
+        return [f'{told}; the adapter is merged into those of {self._options.base}, which differ by rounding']
+
+    def _plan(self, match: Match) -> PlannedOutputs:
+        specs = match.specs
         entries = self._exporter.entries(specs, self._options.dtype)
         if self._options.dtype is not None:
             specs = [spec.of_master() if spec.has_master else spec for spec in specs]
@@ -173,7 +197,7 @@ class Conversion:
             n_parameters=self._exporter.n_parameters,
             strategy=WriteStrategy.POSITIONAL,
         )
-        return PlannedOutputs(plan, tensors)
+        return PlannedOutputs(plan, match.tensors)
 
     @property
     def step(self) -> Step:

@@ -1,4 +1,4 @@
-"""The weights in a base model's files, under the names and in the form that they have in memory.
+"""Stored weights, under the names and in the form that they have in memory: of a base model, and of an older version.
 
 transformers renames, fuses and permutes weights when it loads them, by rules that differ between versions. So it loads
 tensors on the meta device that record what is done to them. The same is done to the real ones when they are read.
@@ -10,14 +10,14 @@ import copy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from xhf_hooks.exporters.rehearsal import load_and_tell
+from xhf_hooks.exporters.rehearsal import Problems, load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors
@@ -26,6 +26,8 @@ from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor, base_weights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+#: Makes a tensor of those in the files, or of their fp32 masters.
+Make = Callable[[bool], torch.Tensor]
 #: What loading does to tensors that it leaves as they are. Casts are those of the run, not those of loading.
 _UNCHANGED = ('to', 'detach', '__getitem__', 'requires_grad_', 'contiguous', '__get__')
 
@@ -56,37 +58,63 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     stored = base_weights(folder)
     if not stored:
         return BaseWeights()
-    config = copy.deepcopy(config)
-    if hasattr(config, 'quantization_config'):  # loading would make other classes of layers
-        del config.quantization_config
-    state = {name: _recorded(tensor) for name, tensor in stored.items()}
     try:
-        model, _ = load_and_tell(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
+        found = load_recorded(kind, config, stored)
     except Exception as error:  # the class may be custom code; transformers may lack accelerate
         told = f'{kind.__name__} did not tell its names in memory, so those in the files are taken'
         note = f'{folder}: {told} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
+    return BaseWeights(found.tensors, found.model)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``from_pretrained`` makes of stored tensors.
+
+    Attributes:
+        tensors: By name in the model. Those that the model lacks are left out.
+        model: The model as ``from_pretrained`` makes it, on the meta device.
+        sources: The names, among those that were given, of what each of them is made of; by name in the model.
+        problems: What transformers reports: names by kind of problem.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    sources: Mapping[str, tuple[str, ...]]
+    model: PreTrainedModel
+    problems: Problems
+
+
+def load_recorded(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> Loaded:
+    """Load stored tensors as ``from_pretrained`` of the class does, without reading their values.
+
+    Raises:
+        Exception: Anything, where the class cannot load them like this.
+    """
+    config = copy.deepcopy(config)
+    if hasattr(config, 'quantization_config'):  # loading would make other classes of layers
+        del config.quantization_config
+    state = {name: _recorded(name, tensor) for name, tensor in stored.items()}
+    model, problems = load_and_tell(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
     last_made = _LastMade()
-    tensors = {
-        name: _stored(name, tensor, stored, last_made)
-        for name, tensor in module_tensors(model)
-        if isinstance(tensor, _Recorded)
-    }
-    return BaseWeights(tensors, model)
+    recorded = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, _Recorded)}
+    tensors = {name: _stored(name, tensor, stored, last_made) for name, tensor in recorded.items()}
+    return Loaded(tensors, {name: tensor.sources for name, tensor in recorded.items()}, model, problems)
 
 
 def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], last_made: _LastMade) -> StoredTensor:
     if tensor.unchanged is not None:
         return stored[tensor.unchanged]
-    made_of = [stored[name] for name in tensor.sources]
-    return _MadeTensor(
+    made_of = tuple(stored[name] for name in tensor.sources)
+    return MadeTensor(
         name,
         tuple(tensor.shape),
         made_of[0].dtype,
         trained=(),
+        master=() if all(one.master is not None for one in made_of) else None,
+        master_lost=any(one.master_lost for one in made_of),
+        made_of=made_of,
         make=tensor.make,
         last_made=last_made,
-        stored_nbytes=sum(one.read_nbytes(False) for one in made_of),
     )
 
 
@@ -95,26 +123,30 @@ class _LastMade:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made = lru_cache(maxsize=2)(lambda make: make().contiguous())
+        self._made = lru_cache(maxsize=2)(lambda make, from_master: make(from_master).contiguous())
 
-    def __call__(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def __call__(self, make: Make, from_master: bool) -> torch.Tensor:
         with self._lock, torch.no_grad():
-            return self._made(make)
+            return self._made(make, from_master)
 
 
 @dataclass(frozen=True, eq=False)
-class _MadeTensor(StoredTensor):
-    """A tensor that is made of those in the files when it is read."""
+class MadeTensor(StoredTensor):
+    """A tensor that is made of those in the files when it is read.
 
-    make: Callable[[], torch.Tensor] = field(kw_only=True)
+    Attributes:
+        made_of: The tensors in the files.
+    """
+
+    made_of: tuple[StoredTensor, ...] = field(kw_only=True)
+    make: Make = field(kw_only=True)
     last_made: _LastMade = field(kw_only=True)
-    stored_nbytes: int = field(kw_only=True)
 
     def pieces(self, from_master: bool) -> Pieces:
-        return (self.last_made(self.make),)
+        return (self.last_made(self.make, from_master and self.master is not None),)
 
     def read_nbytes(self, from_master: bool) -> int:
-        return self.stored_nbytes
+        return sum(one.read_nbytes(from_master and self.master is not None) for one in self.made_of)
 
 
 class _Recorded(torch.Tensor):
@@ -128,7 +160,7 @@ class _Recorded(torch.Tensor):
 
     sources: tuple[str, ...]
     unchanged: str | None
-    make: Callable[[], torch.Tensor]
+    make: Make
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,17 +182,26 @@ class _Recorded(torch.Tensor):
         return result
 
 
-def _recorded(tensor: StoredTensor) -> _Recorded:
+def _recorded(name: str, tensor: StoredTensor) -> _Recorded:
     found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta').as_subclass(_Recorded)
-    found.sources = (tensor.name,)
-    found.unchanged = tensor.name
-    found.make = lambda: tensor.trained[0]
+    found.sources = (name,)
+    found.unchanged = name
+    found.make = partial(_values, tensor)
     return found
 
 
-def _replay(func: Any, args: Any, kwargs: Any, place: int | None) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        real_args, real_kwargs = tree_map(lambda one: one.make() if isinstance(one, _Recorded) else one, (args, kwargs))
+def _values(tensor: StoredTensor, from_master: bool) -> torch.Tensor:
+    """All elements: of the file itself if they are one piece there, in the dtype of training."""
+    is_one = len(tensor.trained) == 1 and tensor.trained[0].dtype == TORCH_DTYPES[tensor.dtype]
+    return tensor.trained[0].reshape(tensor.shape) if is_one and not from_master else tensor.whole(from_master)
+
+
+def _replay(func: Any, args: Any, kwargs: Any, place: int | None) -> Make:
+    def make(from_master: bool) -> torch.Tensor:
+        def real(one: Any) -> Any:
+            return one.make(from_master) if isinstance(one, _Recorded) else one
+
+        real_args, real_kwargs = tree_map(real, (args, kwargs))
         result = func(*real_args, **real_kwargs)
         return result if place is None else result[place]
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,9 @@ from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
 from xhf_hooks.meta_model.beside import ADAPTER_CONFIG, config_of_trainer, folder_beside, hugging_face_folder
+from xhf_hooks.meta_model.placing import below, find_class, find_prefix, has_other_tensors, place
 from xhf_hooks.meta_model.run_config import RunConfig, required
-from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
 
@@ -44,13 +45,40 @@ class Base:
 
     Attributes:
         folder: Where it is, as it was given.
+        model: As it was built. Since then, peft may have adapted it.
         names: Names in it, by ``id`` of the meta model's tensor.
         weights: Its weights by these names, none if it has no files of them; None if it is not on this machine.
     """
 
     folder: str
+    model: PreTrainedModel
     names: Mapping[int, list[str]]
     weights: Mapping[str, StoredTensor] | None
+
+    def is_frozen(self, tensor: torch.Tensor) -> bool:
+        """Whether the run is known to have frozen one of its tensors: by peft, or by an option of XTuner's model.
+
+        Buffers count as frozen if parameters are.
+        """
+        has_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
+        return has_frozen and not tensor.requires_grad
+
+    def may_lack(self, tensor: torch.Tensor) -> bool:
+        """Whether transformers loads the model without this one of its tensors."""
+        patterns = getattr(self.model, '_keys_to_ignore_on_load_missing', None) or ()
+        return any(re.search(pattern, name) for pattern in patterns for name in self.names[id(tensor)])
+
+    def why_not_lent(self, found: StoredTensor | None, shape: tuple[int, ...]) -> str:
+        """Why it cannot lend a tensor of this shape, to continue a message.
+
+        Args:
+            found: What it has of that name.
+        """
+        if self.weights is None:
+            return f'and {self.folder} is not on this machine'
+        if not self.weights:
+            return f'and {self.folder} has no safetensors to read them from (save_pretrained makes them)'
+        return f'and {self.folder} {"lacks them, too" if found is None else f"has {found.shape} for {shape}"}'
 
 
 @dataclass
@@ -59,15 +87,32 @@ class MetaModel:
 
     Attributes:
         described_by: The config that it was built from, for messages.
-        shapes: Of the checkpoint's tensors, by each of their names.
+        stored: The checkpoint's tensors, by each of their names.
+        path: The option ``module``; it chooses the model where the checkpoint has several.
     """
 
     described_by: str
-    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, StoredTensor]
     trust_remote_code: bool
+    path: str | None = None
     module: nn.Module = field(default_factory=nn.Module)
     bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the checkpoint's tensors, by each of their names."""
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def base_of(self, tensor: torch.Tensor) -> Base | None:
+        """The base that has a tensor of the meta model; None if training made it."""
+        return next((base for base in self.bases if id(tensor) in base.names), None)
+
+    def find_prefix(self, model: nn.Module, where: str) -> str:
+        """The prefix of a model's tensors in the checkpoint; see :func:`.placing.find_prefix`."""
+        weights = [base.weights or {} for base in self.bases]
+        in_files = [tensor.name for each in weights for tensor in each.values()]
+        return find_prefix(model, in_files, self.stored, self.path, where)
 
     def config_in(self, folder: str, why: str) -> PretrainedConfig:
         """The config of the model in a folder, or of its name in the local hub cache."""
@@ -94,8 +139,8 @@ class MetaModel:
             model = transformers_model.build(config, auto_class, trust_remote_code=trust)
         if getattr(config, 'auto_map', None) and not trust:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
-        names, place = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
-        found = BaseWeights() if place is None else weights_of_base(type(model), of_base, place)
+        names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
+        found = BaseWeights() if where is None else weights_of_base(type(model), of_base, where)
         if found.loaded is not None:
             transformers_model.take_dtypes_of_parts(model.config, found.loaded.config)
         conversions = getattr(found.loaded, '_weight_conversions', None)
@@ -103,31 +148,40 @@ class MetaModel:
             conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
         if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
             model._weight_conversions = conversions
-        self.bases.append(Base(folder, names, None if place is None else found.tensors))
+        self.bases.append(Base(folder, model, names, None if where is None else found.tensors))
         self.notes += found.notes
         return model
+
+    def built_again(
+        self, note: str, folder: str, config: PretrainedConfig, auto_class: str | None, of_base: PretrainedConfig
+    ) -> PreTrainedModel:
+        """Build the only model again, since the checkpoint is of another one; see :meth:`built`."""
+        self.bases, self.notes = [], [note]
+        return self.built(folder, config, auto_class, of_base)
 
 
 def build_meta_model(
     config: RunConfig | None,
     checkpoint: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
     *,
     base: str | None,
+    module: str | None = None,
     trust_remote_code: bool = False,
 ) -> MetaModel:
     """Build the model of a checkpoint.
 
     Args:
         checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
-        shapes: Of the checkpoint's tensors, by each of their names.
+        stored: The checkpoint's tensors, by each of their names.
+        module: The option ``module``; it chooses the model where the checkpoint has several.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
 
     Raises:
         ConfigError, BaseModelError: No usable config was found.
         DamagedError: The config describes a model that cannot be built.
     """
-    meta_model = MetaModel('', shapes, trust_remote_code)
+    meta_model = MetaModel('', stored, trust_remote_code, module)
     folder = hugging_face_folder(checkpoint)
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
@@ -157,7 +211,7 @@ def _build_xtuners(meta_model: MetaModel, model: Mapping[str, Any], where: str, 
         if isinstance(model.get(option), Mapping) and hasattr(module, name):
             lora = transformers_model.lora_config_of(model[option], where)
             setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
-    _add_the_rest(module, model, meta_model.shapes)
+    _add_the_rest(module, model, meta_model.stored)
     _freeze(module, model)
 
 
@@ -187,7 +241,7 @@ def _build_of_transformers(meta_model: MetaModel, checkpoint: Path, folder: Path
             config = meta_model.config_in(str(trained), f'{trained}/config.json')
             forget_use_cache(config, base)
             config._name_or_path = base
-        model: nn.Module = meta_model.built(base, config, None, of_base)
+        model: nn.Module = _built_as_trained(meta_model, base, config, of_base)
         _take_generation_config(model, checkpoint)
     else:
         lora = transformers_model.adapter_config_in(adapter.parent)
@@ -200,7 +254,38 @@ def _build_of_transformers(meta_model: MetaModel, checkpoint: Path, folder: Path
         model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config))
         _take_generation_config(model, checkpoint)
         model = transformers_model.adapt(model, lora)
-    meta_model.module = _placed(model, _prefix(model, meta_model.shapes, checkpoint, base))
+    meta_model.module = place(model, meta_model.find_prefix(model, base))
+
+
+def _built_as_trained(
+    meta_model: MetaModel, base: str, config: PretrainedConfig, of_base: PretrainedConfig
+) -> PreTrainedModel:
+    """Build the class that config.json names, or the one that has the checkpoint's tensors, with another head."""
+    kind = None
+    if getattr(config, 'architectures', None) is None:  # transformers 4.57 writes Qwen2-VL's into a part
+        kind = find_class(config, meta_model.stored, meta_model.path, base)
+    for_other_class = copy.deepcopy(config)
+    model = meta_model.built(base, config, kind, of_base)
+    try:
+        inside = below(meta_model.find_prefix(model, base), meta_model.stored)
+    except BaseModelError:  # no tensor has a name of this class
+        inside = {}
+    if inside and transformers_model.untie_embeddings(config, model, inside):
+        return meta_model.built_again(
+            'input and output embeddings differ in the checkpoint: tie_word_embeddings is set to false',
+            base,
+            config,
+            kind,
+            of_base,
+        )
+    if inside and not has_other_tensors(model, inside):
+        return model
+    other = find_class(for_other_class, meta_model.stored, meta_model.path, base)
+    if other is None or other == type(model).__name__:
+        return model
+    return meta_model.built_again(
+        f'the checkpoint is of a {other}, and {base} of a {type(model).__name__}', base, for_other_class, other, of_base
+    )
 
 
 def _take_generation_config(model: nn.Module, checkpoint: Path) -> None:
@@ -252,25 +337,3 @@ def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
         if model.get(f'freeze_{name}') is True:
             for path, parameter in getattr(module, name).named_parameters():
                 parameter.requires_grad_('lora_' in path)
-
-
-def _prefix(model: nn.Module, names: Collection[str], checkpoint: Path, source: str) -> str:
-    """The prefix of the model's tensors in the checkpoint, such as ``'llm.'``; '' for the model itself."""
-    own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
-    pairs = ((name, there) for name in own[:50] for there in names)
-    found = Counter(there.removesuffix(name) for name, there in pairs if f'.{there}'.endswith(f'.{name}'))
-    if not found:
-        raise BaseModelError(
-            f'{source}: {type(model).__name__} has tensors such as {own[0] if own else "none"}, but {checkpoint} has '
-            f'{sorted(names)[:1]}; --base has to name the model that was trained'
-        )
-    return min(found, key=lambda prefix: (-found[prefix], len(prefix)))
-
-
-def _placed(model: nn.Module, prefix: str) -> nn.Module:
-    """An empty module with the model at the given path."""
-    for name in reversed(prefix.split('.')[:-1]):
-        outer = nn.Module()
-        outer.add_module(name, model)
-        model = outer
-    return model

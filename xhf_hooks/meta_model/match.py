@@ -2,91 +2,165 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from xhf_hooks.errors import BaseModelError
-from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.exporters.find_model import adapters_in
+from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.meta_model.build import MetaModel
+from xhf_hooks.meta_model.build import Base, MetaModel
+from xhf_hooks.meta_model.older_names import rename_older
+from xhf_hooks.meta_model.stored_names import is_of_adapter
+from xhf_hooks.meta_model.transformers_model import other_version_remedy
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
+#: Ends of the names of buffers that transformers before 4.31 saved, and that no newer class has or lists as ignored.
+_BUFFERS_OF_OLD = ('rotary_emb.inv_freq', '.masked_bias', '.position_ids')
+
+
+@dataclass
+class Match:
+    """The trained model's tensors, by name in the meta model.
+
+    Attributes:
+        tensors: Those that can be read.
+        lent: The folder of the base that lends a tensor, by the names of frozen ones that the checkpoint lacks.
+        lacking: Those that neither the checkpoint nor a base has.
+        refused: Why a base does not lend them, by the names of those that are frozen.
+        notes: Messages for the log.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    lent: dict[str, str] = field(default_factory=dict)
+    lacking: dict[str, TensorSpec] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """All tensors of the trained model, as a live one would have them: what is lacking may not be needed."""
+        return [*(tensor.spec for tensor in self.tensors.values()), *self.lacking.values()]
+
+    def notes_on_lent(self, read: Collection[str]) -> list[str]:
+        """A note on the tensors that a base lends to what is written.
+
+        Args:
+            read: Names of what the outputs are made of.
+        """
+        folders = [folder for name, folder in self.lent.items() if name in read]
+        if not folders:
+            return []
+        named = ' and '.join(dict.fromkeys(folders))
+        return [f'{counted(len(folders), "tensor")} not in the checkpoint, read from {named}']
+
 
 def match_checkpoint(
-    meta_model: MetaModel, tensors: Iterable[StoredTensor], trained_dtype: str | None
-) -> tuple[dict[str, StoredTensor], list[str]]:
+    meta_model: MetaModel,
+    stored: Mapping[str, StoredTensor],
+    trained_dtype: str | None,
+    *,
+    has_recorded_trained: bool,
+) -> Match:
     """Give the tensors the meta model's names, and the meta model the tensors' shapes and dtypes.
 
-    Tensors missing in the checkpoint are read from the base model. The exporter reports those missing in both.
+    Tensors missing in the checkpoint are read from the base model, if they are known to be frozen.
 
     Args:
+        stored: The tensors of the checkpoint, by each of their names.
         trained_dtype: The dtype that training cast the base model to; None if it did not.
-
-    Returns:
-        The tensors by name, and log messages.
+        has_recorded_trained: Whether the checkpoint records what was trained. Then it has all of that.
 
     Raises:
         BaseModelError: The meta model is not the model that was trained.
     """
-    stored = {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    match, stored = Match(notes=[*meta_model.notes]), dict(stored)
     unexpected = dict.fromkeys(stored)
-    matched: dict[str, StoredTensor] = {}
-    n_lent: Counter[str] = Counter()  # by folder of the base
-    lacking, other_shape = list[str](), list[str]()
+    for one in meta_model.bases:
+        renamed = rename_older(meta_model.module, one.model, one.names, stored)
+        stored |= renamed.tensors
+        for name in renamed.used:
+            del unexpected[name]
+    other_shape = list[str]()
     for tensor, names in names_by_identity(meta_model.module):
         held = list(dict.fromkeys(stored[name] for name in names if name in stored))
         for name in names:
             unexpected.pop(name, None)
-        if held:
-            found = held[0]
-            _require_equal(held, meta_model)
-        else:
-            base = next((base for base in meta_model.bases if id(tensor) in base.names), None)
-            if base is None or base.weights is None:
-                continue
-            lent = [base.weights[name] for name in base.names[id(tensor)] if name in base.weights]
-            if not base.weights:
-                lacking.append(base.names[id(tensor)][0])
-            if not lent:
-                continue
-            n_lent[base.folder] += 1
-            found = lent[0]
-            if trained_dtype is not None and is_float(found.dtype):
-                found = replace(found, dtype=trained_dtype)  # DeepSpeed casts the whole model
-        if found.shape == tuple(tensor.shape):
-            # In place, to keep ties by identity
-            tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device='meta')
-            matched[names[0]] = replace(found, name=names[0], aliases=tuple(names[1:]))
-        elif not held and all('.original_module.' in name for name in names):
+        base = meta_model.base_of(tensor)
+        is_lent = not held and base is not None and (has_recorded_trained or base.is_frozen(tensor))
+        found = held[0] if held else None
+        if is_lent and base is not None:
+            found = _lent_by(base, tensor, trained_dtype)
+        _require_equal(held, meta_model)
+        if found is not None and found.shape == tuple(tensor.shape):
+            # In place, to keep ties by identity. Some classes make tensors on the CPU, which cannot become others
+            tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device=tensor.device)
+            match.tensors[names[0]] = replace(found, name=names[0], aliases=tuple(names[1:]))
+            if is_lent and base is not None:
+                match.lent[names[0]] = base.folder
+            continue
+        if held and found is not None:
+            other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
+        elif is_lent and base is not None:
+            match.refused[names[0]] = base.why_not_lent(found, tuple(tensor.shape))
+        if found is not None and all('.original_module.' in name for name in names):
             # Replaced by a trained copy, which may have more rows. The dtype of the first tensor is the model's
             tensor.data = tensor.data.to(TORCH_DTYPES[found.dtype])
-        else:
-            other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
-    notes = [*meta_model.notes, *_judge(meta_model, other_shape, list(unexpected))]
-    if lacking:
-        raise BaseModelError(
-            f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint '
-            f'lacks ({some(lacking)}), and no safetensors to read them from; if this is the trained model, '
-            f'{_REMEDY}, with its weights'
-        )
-    if n_lent:
-        folders = ' and '.join(n_lent)
-        notes.append(f'{counted(n_lent.total(), "tensor")} not in the checkpoint, read from {folders}')
-    return matched, notes
+        if base is None or not base.may_lack(tensor):
+            spec = TensorSpec(names[0], tuple(tensor.shape), dtype_code(tensor.dtype), tuple(names[1:]))
+            match.lacking[names[0]] = spec
+    match.notes += _judge(meta_model, other_shape, list(unexpected))
+    return match
+
+
+def _lent_by(base: Base, tensor: torch.Tensor, trained_dtype: str | None) -> StoredTensor | None:
+    """The base's tensor, in the dtype that training gave it; None if it has none."""
+    weights = base.weights or {}
+    found = next((weights[name] for name in base.names[id(tensor)] if name in weights), None)
+    if found is not None and trained_dtype is not None and is_float(found.dtype):
+        return replace(found, dtype=trained_dtype)  # DeepSpeed casts the whole model
+    return found
+
+
+def require_all(match: Match, read: Collection[str], meta_model: MetaModel, not_tensors: Mapping[str, str]) -> None:
+    """Require that what is to be written can be read.
+
+    Args:
+        read: Names of what the outputs are made of.
+        not_tensors: Kinds of the checkpoint's entries that are no tensors, by name.
+
+    Raises:
+        BaseModelError: It cannot.
+    """
+    lacking = [name for name in match.lacking if name in read]
+    if not lacking:
+        return
+    told = f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint lacks'
+    told = f'{told} ({some(lacking)})'
+    if other := [f'{name} is a {not_tensors[name]}' for name in lacking if name in not_tensors]:
+        raise BaseModelError(f'{told}; it holds no plain tensors there, which cannot be read: {some(other)}')
+    if reasons := [match.refused[name] for name in lacking if name in match.refused]:
+        raise BaseModelError(f'{told}, {reasons[0]}; if this is the trained model, {_REMEDY}, with its weights')
+    if any(map(is_of_adapter, lacking)):
+        raise BaseModelError(f'{told}, and they were trained: take a complete checkpoint of the adapter')
+    raise BaseModelError(
+        f'{told}, and nothing tells that they were frozen, so they are not taken from a base; take a complete '
+        f'checkpoint. If another model was trained, {_REMEDY}'
+    )
 
 
 def _require_equal(held: Sequence[StoredTensor], meta_model: MetaModel) -> None:
     """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
     for other in held[1:]:
-        if not torch.equal(*(tensor.whole(False).view(torch.uint8) for tensor in (held[0], other))):
+        if not is_same_value(held[0], other):
             raise BaseModelError(
                 f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they differ in the '
                 f'checkpoint; set tie_word_embeddings to false in the config.json that --base names'
@@ -99,12 +173,13 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
         raise BaseModelError(
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
-    unexpected = [name for name in unexpected if not name.endswith('rotary_emb.inv_freq')]  # transformers < 4.31
+    unexpected = [name for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)]
     inside = tuple(f'{path}.'.removeprefix('.') for path in _outermost(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
-        raise BaseModelError(
-            f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}; {_REMEDY}'
-        )
+        told = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
+        if any(is_of_adapter(name) for name in lost) and not adapters_in(meta_model.module):
+            raise BaseModelError(f"{told}; they are of peft: --base has to name a folder with the adapter's config")
+        raise BaseModelError(f'{told}; {_REMEDY}{other_version_remedy([base.model for base in meta_model.bases])}')
     if unexpected:
         return [f'{counted(len(unexpected), "tensor")} of the checkpoint not in the model: {some(unexpected)}']
     return []

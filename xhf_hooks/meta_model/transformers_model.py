@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from xhf_hooks.compat.transformers import dtype_field, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.text import error_text
-from xhf_hooks.model import input_embedding, names_by_identity
+from xhf_hooks.model import input_embedding, names_by_identity, output_embedding
+from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -198,6 +199,44 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
             config.num_labels = wanted.pop()
         has_edited = True
     return has_edited
+
+
+def other_version_remedy(models: Sequence[nn.Module]) -> str:
+    """What to do where names differ although the base is right, to continue a message: training had another version.
+
+    Args:
+        models: As they were built from the configs of their bases.
+    """
+    import transformers
+
+    installed = transformers.__version__
+    wrote = {getattr(getattr(model, 'config', None), 'transformers_version', None) for model in models}
+    others = sorted(version for version in wrote if isinstance(version, str) and version != installed)
+    which = f"{others[0]}', which wrote its config.json" if others else "VERSION'"
+    return (
+        f'. If it does, training had another transformers than {installed}, with other names: pip install '
+        f"'transformers=={which}, or convert where the run was trained"
+    )
+
+
+def untie_embeddings(config: PretrainedConfig, model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> bool:
+    """Edit the config of tied embeddings if training had them apart; returns whether it was edited.
+
+    Older versions did not tie what newer ones tie for the same config.
+
+    Args:
+        stored: The trained tensors, by each of their names in the model.
+    """
+    embedding = input_embedding(model)
+    if embedding is None or output_embedding(model) is not embedding:
+        return False
+    names = next((names for tensor, names in names_by_identity(model) if tensor is embedding), [])
+    held = list(dict.fromkeys(stored[name] for name in names if name in stored))
+    if all(is_same_value(held[0], other) for other in held[1:]):
+        return False
+    for part in (config, text_config(config)):
+        part.tie_word_embeddings = False
+    return True
 
 
 def _change_vocabulary(config: PretrainedConfig, n_more: int) -> None:

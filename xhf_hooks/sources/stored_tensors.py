@@ -83,6 +83,13 @@ class StoredTensor:
         return found
 
 
+def is_same_value(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same bytes, in the dtype of training."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(tensor.whole(False).view(-1).view(torch.uint8) for tensor in (a, b)))
+
+
 def _parts(pieces: Sequence[torch.Tensor], start: int, numel: int) -> Iterator[torch.Tensor]:
     """Elements from ``start`` on, flat, in parts of at most :data:`_CHUNK`."""
     end = start + numel

@@ -51,9 +51,11 @@ def require_one_save(models: Sequence[ModelState], optims: Sequence[OptimState])
 def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState]) -> None:
     """Check that there are the files of as many ranks as the first one records, and no others."""
     if not optims:
-        if models[0].shapes is not None and not any(tensor.numel() for tensor in models[0].module.values()):
+        trained = {name: shape for group in models[0].shapes or () for name, shape in group.items()}
+        held = models[0].module
+        if any(0 not in shape and name in held and not held[name].numel() for name, shape in trained.items()):
             raise CheckpointError(
-                f'{models[0].file}: holds no weights, and there are no *_optim_states.pt files; copy them, too'
+                f'{models[0].file}: its weights are in *_optim_states.pt files, which are missing; copy them, too'
             )
         return
     first = optims[0]

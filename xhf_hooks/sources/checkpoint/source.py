@@ -21,6 +21,7 @@ from xhf_hooks.sources.checkpoint.states import (
     ModelState,
     load_model_state,
     load_optim_state,
+    not_tensors_in,
     parsing,
     tensors_in,
     trained_dtype,
@@ -30,6 +31,8 @@ from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
 _KEYS = ('state_dict', 'module', 'model')
+#: The name of one of several files, as ``save_pretrained`` writes them.
+_PART_OF_SEVERAL = re.compile(r'-\d{5}-of-(\d{5})\.', re.ASCII)
 
 
 class CheckpointSource:
@@ -49,6 +52,8 @@ class CheckpointSource:
         epoch: Completed epochs; None if unknown.
         config_text: ``meta.cfg``, the Python config that MMEngine dumped; None if there is none.
         trained_dtype: The dtype that DeepSpeed cast the model to; None if it did not.
+        trained: Names of the parameters that DeepSpeed recorded as trained; None if nothing was recorded.
+        not_tensors: What the state dict holds besides tensors: a word for the kind, by name.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -75,6 +80,7 @@ class CheckpointSource:
             self.warnings.append(
                 f'{counted(len(lacking), "tensor")} named in the checkpoint, but not stored: {some(lacking)}'
             )
+        self.trained, self.not_tensors = model.trained, model.not_tensors
         content = model.content
         meta = content.get('meta')
         meta = meta if isinstance(meta, dict) else {}
@@ -89,6 +95,11 @@ class CheckpointSource:
 
     def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:
         file = self.found.path
+        if (part := _PART_OF_SEVERAL.search(file.name)) and int(part[1]) > 1:
+            raise CheckpointError(
+                f'{file}: holds a part of the weights, since it is one of {int(part[1])} files; put all of them into '
+                f'the folder of config.json, and load and save that with from_pretrained and save_pretrained'
+            )
         content = load_torch_file(file)
         if not isinstance(content, dict):
             raise CheckpointError(
@@ -101,7 +112,8 @@ class CheckpointSource:
         self.averages = live is not None
         if live is not None and ema:
             self.facts['weights'] = 'averaged'
-        model = ModelState(file, content, tensors if ema or live is None else live)
+        not_tensors = not_tensors_in(content if key is None else content[key])
+        model = ModelState(file, content, tensors if ema or live is None else live, not_tensors=not_tensors)
         return model, assemble(model, {}, {})
 
     def _open_folder(self) -> tuple[ModelState, list[StoredTensor]]:

@@ -33,6 +33,7 @@ class ModelState:
         content: All of it, as data.
         shapes: Shapes of trained parameters by optimizer group, in the order of the flat vectors; None without ZeRO.
         frozen_shapes, fragments: Shapes and values of frozen parameters (stages 2 and 3).
+        not_tensors: See :func:`not_tensors_in`.
         shared: Alias to the stored name.
         saved_as: See :func:`.torch_file.zip_root`.
     """
@@ -44,6 +45,7 @@ class ModelState:
     shapes: list[Shapes] | None = None
     frozen_shapes: Shapes = field(default_factory=dict)
     fragments: dict[str, torch.Tensor] = field(default_factory=dict)
+    not_tensors: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     saved_as: str = ''
 
@@ -59,12 +61,19 @@ class ModelState:
         return None if steps is None else steps - (as_int(self.content.get('skipped_steps')) or 0)
 
     @property
+    def trained(self) -> frozenset[str] | None:
+        """All names of the parameters in optimizer groups; None without ZeRO, where DeepSpeed does not record them."""
+        if self.shapes is None:
+            return None
+        trained = {name for group in self.shapes for name in group}
+        return frozenset(trained | {alias for alias, name in self.shared.items() if name in trained})
+
+    @property
     def never_trained(self) -> frozenset[str]:
         """Buffers, and parameters in no optimizer group; without ZeRO, the latter are unknown."""
-        if self.shapes is None:
+        trained = self.trained
+        if trained is None:
             return self.buffer_names
-        trained = {name for group in self.shapes for name in group}
-        trained |= {alias for alias, name in self.shared.items() if name in trained}
         return self.buffer_names | (self.module.keys() | self.frozen_shapes.keys()) - trained
 
 
@@ -127,6 +136,7 @@ def load_model_state(file: Path) -> ModelState:
             None if shapes is None else [_shapes(group) for group in shapes],
             _shapes(content.get('frozen_param_shapes') or {}),
             tensors_in(content.get('frozen_param_fragments') or {}),
+            not_tensors_in(content['module']),
             dict(content.get('shared_params') or {}),
             zip_root(file),
         )
@@ -172,6 +182,26 @@ def _steps(base: Any) -> int | None:
 def tensors_in(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a state dict."""
     return {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and isinstance(name, str)}
+
+
+def not_tensors_in(values: Mapping[Any, Any]) -> dict[str, str]:
+    """The kind of each entry of a state dict that is no plain tensor and cannot be read, by its name."""
+    return {
+        name: _kind_of(value)
+        for name, value in values.items()
+        if isinstance(name, str) and not isinstance(value, torch.Tensor)
+    }
+
+
+def _kind_of(value: Any) -> str:
+    name = f'{type(value).__module__}.{type(value).__name__}'.removeprefix('builtins.')
+    if name.startswith('numpy.'):
+        return 'numpy array'
+    if name == 'torch._utils._rebuild_sparse_tensor':
+        return 'sparse tensor'
+    if 'DTensor' in name or name == 'torch._utils._rebuild_wrapper_subclass':
+        return 'DTensor, or another subclass of tensors'
+    return 'None' if value is None else name
 
 
 def _shapes(shapes: Mapping[str, Any]) -> Shapes:

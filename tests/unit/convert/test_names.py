@@ -1,0 +1,323 @@
+"""Names in checkpoints: of wrappers, of adapters and quantizers, of several models; and what is in none of them."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same_tensors, folder_tensors
+from tests.helpers.checks.converted import base_of, checkpoint_of, convert
+from tests.helpers.models.adapted import adapt
+from tests.helpers.models.zoo import available, build
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint
+from xhf_hooks import save_hf
+from xhf_hooks.cli.convert import main
+
+
+def from_base(folder: Path, kind: str = 'AutoModelForCausalLM', **options: Any) -> Any:
+    return getattr(transformers, kind).from_pretrained(folder, **options)
+
+
+def refused(capsys: Any, *args: str | Path) -> str:
+    """The line that the command refuses its arguments with. It writes nothing."""
+    capsys.readouterr()
+    assert main([str(arg) for arg in args]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('xhf-convert: ')]
+    assert not Path(args[1]).exists()
+    return line
+
+
+@pytest.fixture(scope='module')
+def llama(tmp_path_factory):
+    """A base; and the state of a model that was trained from it, which is also in ``trained``."""
+    folder = tmp_path_factory.mktemp('llama')
+    base_of('llama', folder / 'base')
+    model = build('llama', seed=7)
+    model.save_pretrained(folder / 'trained')
+    return folder, model.state_dict()
+
+
+# Several models of a kind
+
+
+@pytest.mark.parametrize(('trained', 'other'), [('actor', 'ref'), ('online', 'ema'), ('student', 'teacher')])
+def test_of_two_models_the_option_module_chooses(llama, tmp_path, capsys, trained, other):
+    folder, state = llama
+    of_base = load_file(folder / 'base' / 'model.safetensors')
+    both = {f'{trained}.{n}': t for n, t in state.items()} | {f'{other}.{n}': t for n, t in of_base.items()}
+    torch.save({'state_dict': both}, tmp_path / 'x.pth')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert 'option module' in line and repr(trained) in line and repr(other) in line
+    for name, expected in ((trained, folder / 'trained'), (other, folder / 'base')):
+        out = convert(tmp_path / 'x.pth', tmp_path / name, '--base', folder / 'base', '--module', name)
+        assert_same_folder_tensors(out, expected)
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base', '--module', 'critic')
+    assert "found 'critic'" in line and repr(trained) in line
+
+
+def test_a_model_and_its_compiled_self_are_one(llama, tmp_path):
+    folder, state = llama
+    both = {f'model.{n}': t for n, t in state.items()} | {f'compiled._orig_mod.{n}': t for n, t in state.items()}
+    torch.save({'state_dict': both}, tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert_same_folder_tensors(out, folder / 'trained')
+
+
+# Wrappers
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    'a compiled model': lambda model: torch.compile(model),
+    'compiled blocks': lambda model: _wrap_blocks(model, torch.compile),
+    'checkpointed blocks': lambda model: _wrap_blocks(model, _checkpointed),
+    'of Lightning': lambda model: torch.nn.ModuleDict({'model': torch.compile(model)}),
+}
+
+
+def _wrap_blocks(model: Any, wrap: Callable[[Any], Any]) -> Any:
+    for number, block in enumerate(model.model.layers):
+        model.model.layers[number] = wrap(block)
+    return model
+
+
+def _checkpointed(block: Any) -> Any:
+    """As torch's own wrapper names it in a run that saves its state dict under FSDP."""
+    holder = torch.nn.Module()
+    holder._checkpoint_wrapped_module = block
+    return holder
+
+
+@pytest.mark.parametrize('name', WRAPPED)
+@pytest.mark.parametrize('layout', ['file', 'dcp'])
+def test_wrappers_are_in_no_name(llama, tmp_path, name, layout):
+    folder, _ = llama
+    state = WRAPPED[name](build('llama', seed=7)).state_dict()
+    assert any('_orig_mod' in one or '_checkpoint_wrapped_module' in one for one in state)
+    if layout == 'file':
+        torch.save({'state_dict': state}, tmp_path / 'x')
+    else:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({'model': state}, checkpoint_id=str(tmp_path / 'x'), no_dist=True)
+    out = convert(tmp_path / 'x', tmp_path / 'out', '--base', folder / 'base')
+    assert_same_folder_tensors(out, folder / 'trained')
+
+
+# What is missing
+
+
+def _without_a_layer(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in state.items() if 'layers.1.' not in name}
+
+
+INCOMPLETE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    'a layer': (_without_a_layer, 'model.layers.1.self_attn.q_proj.weight'),
+    'numpy': (lambda state: {n: t.numpy() if 'q_proj' in n else t for n, t in state.items()}, 'is a numpy array'),
+    'sparse': (lambda state: {n: t.to_sparse() if 'q_proj' in n else t for n, t in state.items()}, 'a sparse tensor'),
+    'none': (lambda state: {n: None if 'q_proj' in n else t for n, t in state.items()}, 'q_proj.weight is a None'),
+    'the head, as if it were tied': (lambda state: {n: t for n, t in state.items() if 'lm_head' not in n}, 'lm_head'),
+}
+
+
+@pytest.mark.parametrize('name', INCOMPLETE)
+def test_what_a_full_fine_tune_lacks_is_not_taken_from_the_base(llama, tmp_path, capsys, name):
+    folder, state = llama
+    spoil, words = INCOMPLETE[name]
+    torch.save({'state_dict': spoil(state)}, tmp_path / 'x.pth')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert 'that the checkpoint lacks' in line and words in line and str(folder / 'base') in line
+
+
+def test_one_of_several_files_is_not_a_checkpoint(llama, tmp_path, capsys):
+    folder, state = llama
+    torch.save(state, tmp_path / 'pytorch_model-00001-of-00002.bin')
+    command = tmp_path / 'pytorch_model-00001-of-00002.bin', tmp_path / 'out', '--base', folder / 'base'
+    assert 'one of 2 files' in refused(capsys, *command)
+
+
+def test_what_deepspeed_has_recorded_as_frozen_is_taken_from_the_base(llama, tmp_path, capsys):
+    """With ``exclude_frozen_parameters``: no adapter, and not all of the weights."""
+    folder, state = llama
+    trained = {name: tensor for name, tensor in state.items() if 'embed_tokens' not in name}
+    checkpoint = MadeCheckpoint(masters=trained, dtype=torch.bfloat16, stage=2).write(tmp_path / 'x')
+    out = folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', folder / 'base'))
+    of_base = load_file(folder / 'base' / 'model.safetensors')
+    expected = {n: t if n in trained else of_base[n] for n, t in state.items()}
+    trained_as = {n: t.bfloat16() if n in trained else t for n, t in expected.items()}  # its config casts nothing
+    assert_same_tensors(out, trained_as)
+    assert '1 tensor not in the checkpoint, read from' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('lacking', ['lora_A', 'lora_B', 'modules_to_save'])
+@pytest.mark.parametrize('mode', ['adapter', 'merge'])
+def test_an_adapter_that_is_not_whole(llama, tmp_path, capsys, lacking, mode):
+    folder, _ = llama
+    checkpoint = checkpoint_of(adapt(from_base(folder / 'base'), modules_to_save=['lm_head']), tmp_path / 'run')
+    state = {n: t for n, t in torch.load(checkpoint)['state_dict'].items() if lacking not in n}
+    torch.save({'state_dict': state}, checkpoint)
+    line = refused(capsys, checkpoint, tmp_path / 'out', '--lora', mode)
+    assert f'.{lacking}.default' in line and 'take a complete checkpoint of the adapter' in line
+
+
+@pytest.mark.parametrize('kept', ['config alone', 'bin'])
+def test_an_adapter_needs_no_weights_of_its_base(llama, tmp_path, capsys, kept):
+    folder, _ = llama
+    shutil.copytree(folder / 'base', tmp_path / 'base')
+    model = adapt(from_base(tmp_path / 'base'))
+    checkpoint = checkpoint_of(model, tmp_path / 'run')
+    save_hf(model, tmp_path / 'hook', lora='adapter')
+    weights = load_file(tmp_path / 'base' / 'model.safetensors')
+    (tmp_path / 'base' / 'model.safetensors').unlink()
+    if kept == 'bin':
+        torch.save(weights, tmp_path / 'base' / 'pytorch_model.bin')
+    assert_same_folder_tensors(convert(checkpoint, tmp_path / 'adapter', '--lora', 'adapter'), tmp_path / 'hook')
+    capsys.readouterr()
+    assert 'has no safetensors' in refused(capsys, checkpoint, tmp_path / 'out', '--lora', 'merge')
+
+
+def test_a_checkpoint_of_zero_3_without_its_optimizer_files(llama, tmp_path, capsys):
+    """Of a model with a buffer, which the model files hold."""
+    folder, state = llama
+    made = MadeCheckpoint(masters=state, dtype=torch.bfloat16, stage=3, buffers={'model.bias': torch.ones(4)})
+    for file in made.write(tmp_path / 'x').glob('*optim*'):
+        file.unlink()
+    line = refused(capsys, tmp_path / 'x', tmp_path / 'out', '--base', folder / 'base')
+    assert '*_optim_states.pt files, which are missing' in line
+
+
+# Adapters and quantizers
+
+
+@pytest.mark.parametrize('whole', [True, False])
+def test_a_lora_run_without_its_config(llama, tmp_path, capsys, whole):
+    folder, _ = llama
+    checkpoint = checkpoint_of(adapt(from_base(folder / 'base')), tmp_path / 'run', whole=whole)
+    shutil.copy(checkpoint, tmp_path / 'x.pth')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert '--base has to name a folder with' in line and 'adapter' in line
+
+
+def named_adapters(base: Path, trained: str, *frozen: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    def lora() -> LoraConfig:
+        return LoraConfig(r=3, lora_alpha=5, target_modules=['q_proj'], task_type='CAUSAL_LM')
+
+    model = get_peft_model(from_base(base), lora(), adapter_name=trained)
+    for name in frozen:
+        model.add_adapter(name, lora())
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if 'lora_' in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ('trained', 'frozen'), [('policy', ()), ('default', ('reference',)), ('policy', ('reference',))]
+)
+def test_an_adapter_of_any_name(llama, tmp_path, capsys, trained, frozen):
+    folder, _ = llama
+    model = named_adapters(folder / 'base', trained, *frozen)
+    torch.save({'state_dict': model.state_dict()}, tmp_path / 'x.pth')
+    model.save_pretrained(tmp_path / 'run')
+    given = tmp_path / 'run' if trained == 'default' else tmp_path / 'run' / trained
+    for mode in ('adapter', 'merge'):
+        save_hf(model, tmp_path / f'hook_{mode}', lora=mode)
+        out = convert(tmp_path / 'x.pth', tmp_path / mode, '--base', given, '--lora', mode)
+        assert_same_folder_tensors(out, tmp_path / f'hook_{mode}')
+        assert ("without the frozen ['reference']" in capsys.readouterr().err) == bool(frozen)
+
+
+def test_which_of_two_adapters_was_trained_is_asked(llama, tmp_path, capsys):
+    folder, _ = llama
+    model = named_adapters(folder / 'base', 'policy', 'reference')
+    torch.save({'state_dict': model.state_dict()}, tmp_path / 'x.pth')
+    model.peft_config['policy'].save_pretrained(tmp_path / 'run')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'run')
+    assert '2 adapters (policy, reference)' in line
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('bits', [4, 8])
+@pytest.mark.parametrize('whole', [True, False], ids=['whole', 'as Trainer saves it'])
+def test_a_qlora_run(llama, tmp_path, capsys, bits, whole):
+    """DeepSpeed leaves out frozen weights, and not the state that bitsandbytes keeps of them."""
+    folder, _ = llama
+    quantized = transformers.BitsAndBytesConfig(**{f'load_in_{bits}bit': True})
+    model = adapt(from_base(folder / 'base', quantization_config=quantized, device_map={'': 'cpu'}))
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    state = torch.load(checkpoint)['state_dict']
+    assert any(name.endswith(('absmax', 'SCB')) for name in state)
+    if not whole:
+        names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        torch.save({'state_dict': {n: t for n, t in state.items() if n not in names}}, checkpoint)
+    save_hf(model, tmp_path / 'hook', lora='adapter')
+    assert_same_folder_tensors(convert(checkpoint, tmp_path / 'adapter', '--lora', 'adapter'), tmp_path / 'hook')
+    capsys.readouterr()
+    line = refused(capsys, checkpoint, tmp_path / 'out', '--lora', 'merge')
+    assert 'quantized' in line and '--base UNQUANTIZED' in line
+    out = convert(checkpoint, tmp_path / 'merged', '--lora', 'merge', '--base', folder / 'base')
+    expected = adapt(from_base(folder / 'base'))
+    trained = {name: tensor for name, tensor in state.items() if 'lora_' in name}
+    expected.load_state_dict(trained, strict=False)
+    save_hf(expected, tmp_path / 'expected', lora='merge')
+    names = folder_tensors(tmp_path / 'expected')
+    found = folder_tensors(out)
+    assert found.keys() == names.keys()
+    assert all(torch.equal(found[n], t) for n, t in names.items() if 'proj' in n), 'what was quantized is the base'
+    assert 'quantized' in capsys.readouterr().err
+
+
+# What transformers ignores, and heads
+
+
+@pytest.mark.parametrize(
+    ('family', 'buffer'),
+    [
+        ('gpt2', 'transformer.h.0.attn.bias'),
+        ('gpt2', 'transformer.h.1.attn.masked_bias'),
+        ('gpt_neox', 'gpt_neox.layers.0.attention.bias'),
+        ('bert', 'bert.embeddings.position_ids'),
+    ],
+)
+def test_buffers_of_older_versions_are_left_out(tmp_path, family, buffer):
+    base = base_of(family, tmp_path / 'base')
+    torch.save({**build(family, seed=7).state_dict(), buffer: torch.ones(1, 4)}, tmp_path / 'x.bin')
+    build(family, seed=7).save_pretrained(tmp_path / 'trained')
+    assert_same_folder_tensors(convert(tmp_path / 'x.bin', tmp_path / 'out', '--base', base), tmp_path / 'trained')
+
+
+@pytest.mark.parametrize(
+    ('kind', 'labels'),
+    [('SequenceClassification', 5), ('TokenClassification', 5), ('QuestionAnswering', 2)],
+)
+@pytest.mark.parametrize('family', filter(available, ['llama', 'qwen3_moe']))
+def test_a_head_that_training_put_on_a_causal_base(tmp_path, capsys, family, kind, labels):
+    base = base_of(family, tmp_path / 'base')
+    model = from_base(base, f'AutoModelFor{kind}', num_labels=labels)
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    save_hf(model, tmp_path / 'hook')
+    out = convert(checkpoint, tmp_path / 'out', '--base', base)
+    assert_same_folder_tensors(out, tmp_path / 'hook')
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert config.architectures == [type(model).__name__] and config.num_labels == labels
+    assert re.search(f'the checkpoint is of a {type(model).__name__}', capsys.readouterr().err)
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('stage', [2, 3])
+@pytest.mark.parametrize('dtype', ['keep', 'float32'])
+def test_experts_that_an_older_version_kept_apart_have_their_masters(tmp_path, stage, dtype):
+    """Names in memory were those of the files; each expert lies in the flat vectors of several ranks."""
+    base = base_of('qwen3_moe', tmp_path / 'base')
+    build('qwen3_moe', seed=7).save_pretrained(tmp_path / 'trained')
+    masters = load_file(tmp_path / 'trained' / 'model.safetensors')
+    checkpoint = MadeCheckpoint(masters=masters, dtype=torch.float16, stage=stage).write(tmp_path / 'x')
+    out = folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', base, '--dtype', dtype, '--workers', '2'))
+    assert_same_tensors(out, masters if dtype == 'float32' else {name: t.half() for name, t in masters.items()})

@@ -1,0 +1,139 @@
+"""Finds a transformers model in the names of a checkpoint: its path there, and the class that was trained."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from xhf_hooks.errors import BaseModelError, OptionError, XhfError
+from xhf_hooks.format.text import some
+from xhf_hooks.meta_model import transformers_model
+from xhf_hooks.meta_model.older_names import load_checkpoint
+from xhf_hooks.meta_model.stored_names import is_of_adapter
+from xhf_hooks.model import module_tensors
+from xhf_hooks.sources.stored_tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: As many names are looked for: enough to tell, and few enough for checkpoints of 20,000 tensors.
+_N_NAMES = 50
+
+
+def find_prefix(
+    model: nn.Module, names_in_files: Sequence[str], stored: Mapping[str, StoredTensor], module: str | None, where: str
+) -> str:
+    """The prefix of the model's tensors in the checkpoint, such as ``'llm.'``; '' for the model itself.
+
+    Args:
+        names_in_files: Those of the base's files, which may be names of the version that trained.
+        stored: The checkpoint's tensors, by each of their names.
+        module: The option ``module``, which chooses among several.
+        where: What the model was built from, for messages.
+
+    Raises:
+        BaseModelError: The checkpoint has no such model.
+        OptionError: It has several of them, and the option does not choose one.
+    """
+    own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
+    counts = _count_prefixes(own, stored) or _count_prefixes(names_in_files, stored)
+    if not counts:
+        remedy = f'--base has to name the model that was trained{transformers_model.other_version_remedy([model])}'
+        if any(map(is_of_adapter, stored)) and not hasattr(model, 'peft_config'):
+            remedy = 'they are of an adapter: --base has to name a folder with its adapter_config.json'
+        raise BaseModelError(
+            f'{where}: {type(model).__name__} has tensors such as {own[0] if own else "none"}, but the checkpoint has '
+            f'{some(sorted(stored), 1)}; {remedy}'
+        )
+    most = max(counts.values())
+    # Small modules have a few of the names, too
+    prefixes = sorted((prefix for prefix, count in counts.items() if 2 * count >= most), key=len)
+    if module is not None:
+        chosen = [prefix for prefix in prefixes if f'{module}.'.startswith(prefix)]
+    else:
+        # The same tensors may have several names, as of a model and of its compiled self
+        first = below(prefixes[0], stored)
+        chosen = prefixes[:1] if all(below(one, stored) == first for one in prefixes[1:]) else prefixes
+    if len(chosen) != 1:
+        paths = [prefix.removesuffix('.') for prefix in prefixes]
+        raise OptionError('module', f'one of {paths}, where the checkpoint has a {type(model).__name__}', module)
+    return chosen[0]
+
+
+def _count_prefixes(own: Sequence[str], stored: Collection[str]) -> Counter[str]:
+    pairs = ((name, there) for name in own[:_N_NAMES] for there in stored)
+    return Counter(there.removesuffix(name) for name, there in pairs if f'.{there}'.endswith(f'.{name}'))
+
+
+def below(prefix: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors whose names have the prefix, by their names without it."""
+    return {name[len(prefix) :]: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+
+
+def place(model: nn.Module, prefix: str) -> nn.Module:
+    """An empty module with the model at the path that a prefix names."""
+    for name in reversed(prefix.split('.')[:-1]):
+        outer = nn.Module()
+        outer.add_module(name, model)
+        model = outer
+    return model
+
+
+def has_other_tensors(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether there are tensors, such as those of another head, that the model's class does not read.
+
+    Args:
+        stored: By names in the model, of any version.
+    """
+    if stored.keys() <= {name for name, _ in module_tensors(model)}:
+        return False
+    loaded = load_checkpoint(model, stored)
+    return loaded is None or bool(loaded.problems['unexpected'])
+
+
+def find_class(
+    config: PretrainedConfig, stored: Mapping[str, StoredTensor], module: str | None, where: str
+) -> str | None:
+    """The class of transformers for this kind of config that has the checkpoint's tensors: all of them, and no others.
+
+    Training may have put another head on the base, such as one that classifies; None if no class fits.
+
+    Raises:
+        BaseModelError: Several classes fit.
+    """
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    unread: dict[str, int] = {}  # by class: how many tensors it leaves, such as a head
+    for kind in dict.fromkeys(_classes_for(config)):
+        try:
+            edited = copy.deepcopy(config)
+            model = transformers_model.build(edited, kind.__name__, trust_remote_code=False)
+            if transformers_model.fit_config(edited, model, shapes):
+                model = transformers_model.build(edited, kind.__name__, trust_remote_code=False)
+            inside = below(find_prefix(model, [], stored, module, where), stored)
+            loaded = load_checkpoint(model, inside)
+        except XhfError:
+            continue
+        if loaded is not None and not any(loaded.problems.values()):
+            read = {id(inside[name]) for names in loaded.sources.values() for name in names}
+            unread[kind.__name__] = len({id(tensor) for tensor in stored.values()} - read)
+    found = [name for name, n_unread in unread.items() if n_unread == min(unread.values())]
+    if len(found) > 1:
+        raise BaseModelError(
+            f'{where}: the checkpoint may be of {" or ".join(found)}; set architectures in config.json to the one that '
+            f'was trained'
+        )
+    return found[0] if found else None
+
+
+def _classes_for(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    import transformers
+
+    for name in dir(transformers):
+        mapping = getattr(getattr(transformers, name), '_model_mapping', None) if name.startswith('AutoModel') else None
+        if mapping is not None and type(config) in mapping:
+            kinds = mapping[type(config)]
+            yield from kinds if isinstance(kinds, (list, tuple)) else [kinds]
