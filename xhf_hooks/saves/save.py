@@ -39,7 +39,7 @@ from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
-from xhf_hooks.sources.replicated import require_equal
+from xhf_hooks.sources.replicated import checksum_held, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.files import naming
 from xhf_hooks.writers.output_file import FileIdentity
@@ -174,6 +174,11 @@ class Saver:
             in_flight = SaveInFlight(step, save.write_and_commit, tell)
         self.background.add(in_flight)
         return in_flight.outcome
+
+    def checksum_weights(self) -> int:
+        """A checksum of what this rank holds of the model now."""
+        source = source_for(self._unwrapped.root)
+        return checksum_held(source, source.specs(), self.collective)
 
     def close(self) -> None:
         """End threads, destroy the process group of background saves. No save may be in flight."""
