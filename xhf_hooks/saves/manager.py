@@ -36,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xhf_hooks.background.exit_wait import ExitWait
 from xhf_hooks.background.listeners import Listeners, poll
 from xhf_hooks.background.on_saved import OnSaved
@@ -82,6 +84,7 @@ class CheckpointManager:
         XhfError: Saves will not work; the same on every rank.
     """
 
+    @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
     def __init__(
         self,
         unwrapped: Unwrapped,
@@ -179,6 +182,7 @@ class CheckpointManager:
             ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
+    @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
     def save(
         self,
         step: Step,

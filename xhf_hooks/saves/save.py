@@ -245,6 +245,7 @@ class Save:
         """
         saver = self._saver
         with self._stage('compare'):
+            saver.source.require_own_masters(saver.plan.reads)
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
             require_equal(saver.source, specs, self._collective)
 
