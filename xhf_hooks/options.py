@@ -422,15 +422,15 @@ class RunOptions(SaveOptions):
         None,
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder, '
         '``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and ``{output}`` a folder for results.'
-        ' Numbers in the last line that it prints as a JSON object go to the visualizer, or to the trackers of '
-        'Trainer. When saves come faster than it finishes, it runs for the newest one next. It is ended after a '
-        'day; ``timeout 1h COMMAND`` ends it sooner.',
+        ' Numbers in the last line that it prints as a JSON object go to the visualizer, or to the '
+        '``log_history`` of Trainer. When saves come faster than it finishes, it runs for the newest one next. It is '
+        'ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
         zh=(
             '每次保存之后由 rank 0 运行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``{l'
             'abel}`` 是 ``iter_500`` 这样的名字，``{output}`` 是放结果的目录。它打印的最后一行 JSON 对象中的数字'
-            '会送到可视化器，或 Trainer 的 tracker。保存比命令快时，下一次运行针对最新的保存。命令最多运行一天；'
-            '``timeout 1h COMMAND`` 可以更早结束它。'
+            '会送到可视化器，或 Trainer 的 ``log_history``。保存比命令快时，下一次运行针对最新的保存。命令最多运行'
+            '一天；``timeout 1h COMMAND`` 可以更早结束它。'
         ),
     )
     exit_wait_secs: float = _option(

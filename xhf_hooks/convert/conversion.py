@@ -22,7 +22,7 @@ from torch import nn
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.xtuner.reward import has_head
@@ -115,6 +115,11 @@ class Conversion:
         read = {spec.name for spec in plan.reads}
         require_all(match, read, self._meta_model, checkpoint.not_tensors)
         self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
+        if self._widened and checkpoint.has_unnamed_masters:
+            raise CheckpointError(
+                f'{path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names (fp32_groups '
+                f'of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. Leave the option out'
+            )
         of_base = _by_name(match.tensors[name] for name in match.lent)
         self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
         self.warnings += self._exporter.notes

@@ -36,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xhf_hooks.background.exit_wait import ExitWait
 from xhf_hooks.background.listeners import Listeners, poll
 from xhf_hooks.background.on_saved import OnSaved
@@ -82,6 +84,7 @@ class CheckpointManager:
         XhfError: Saves will not work; the same on every rank.
     """
 
+    @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
     def __init__(
         self,
         unwrapped: Unwrapped,
@@ -106,6 +109,7 @@ class CheckpointManager:
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
         self._after: Callable[[], None] | None = None  # for the save in flight
         self.saved_at: int | None = None
+        self._saved_checksum: int | None = None  # of this rank's weights at the last save
         self._has_saved = False
         self.newest = CheckpointFolder(path.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
@@ -178,6 +182,7 @@ class CheckpointManager:
             ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
+    @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
     def save(
         self,
         step: Step,
@@ -185,8 +190,12 @@ class CheckpointManager:
         *,
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
+        remember_weights: bool = False,
     ) -> None:
         """Make one save, in ``newest`` unless another target is given.
+
+        Args:
+            remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
@@ -201,6 +210,7 @@ class CheckpointManager:
                     self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
                 else:
                     committed = self._saver.save(target, step, facts)
+                self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
@@ -284,7 +294,8 @@ class CheckpointManager:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         self.collect()
-        if self._options.save_last and (weights_are_others or self.saved_at != step.iteration):
+        is_saved = self.saved_at == step.iteration and not weights_are_others
+        if self._options.save_last and (not is_saved or self._have_weights_changed()):
             self.save(step)
             self.collect()
         self.save_if_asked(step, at_once=True)
@@ -299,6 +310,15 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, 'waiting for uploads and on_saved')
         self.look()
+
+    def _have_weights_changed(self) -> bool:
+        """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""
+        if self._saved_checksum is None:
+            return False
+        has_changed = True
+        with contextlib.suppress(Exception):  # what cannot be read here fails again in the save, which tells why
+            has_changed = self._saver.checksum_weights() != self._saved_checksum
+        return self.collective.any(has_changed, 'finish')
 
     def manifests_of_others(self) -> list[tuple[bytes, str, str]]:
         """What saves to ``others`` would replace, there and in the store of ``upload_to``. Runs on: rank 0.

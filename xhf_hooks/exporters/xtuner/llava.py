@@ -22,7 +22,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter
 from xhf_hooks.exporters.computed import ComputedTensor
-from xhf_hooks.exporters.find_model import adapters_in, base_path, frozen_adapters
+from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
@@ -72,7 +72,7 @@ class LlavaExporter(CompositeExporter):
         if as_one_model and lora == 'adapter':
             raise OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", lora)
         lora = lora or ('merge' if as_one_model else 'adapter')
-        notes = [note for child in adapted.values() for note in frozen_adapters(child)]
+        notes = [note for child in adapted.values() for note in inactive_adapters(child)]
         if as_one_model:
             self.parts = {'': _LlavaHuggingFaceExporter(model)}
         else:
@@ -88,7 +88,7 @@ class LlavaExporter(CompositeExporter):
         if lora != 'merge':
             for name, child in adapted.items():
                 folder = f'{ADAPTER_FOLDER}/{name}_adapter' if lora == 'both' else f'{name}_adapter'
-                self.parts[folder] = AdapterExporter(name, child, alone=lora == 'adapter')
+                self.parts[folder] = AdapterExporter(name, child, only_adapter(child))
         self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
         if self.tokenizer_folder is None:
             notes.append('the llm and its tokenizer are not written')
