@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tests.helpers.models.model_folder import save_tokenizer
-from tests.helpers.models.zoo import ODD_DECODER
+from tests.helpers.models.zoo import ODD_DECODER, has_head_dim
 from tests.helpers.models.zoo.internvl import make_internvl
 from tests.helpers.models.zoo.llava import save_bases
 
@@ -24,18 +24,16 @@ FAMILIES = {
         dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
     ),
 }
-# Odd sizes, so that two ranks cannot share a parameter without padding. The embeddings have just over the
-# 100,000 elements up to which ZeRO-3, as XTuner configures it, keeps a parameter whole on every rank.
+# The embeddings have just over the 100,000 elements up to which ZeRO-3, as XTuner configures it, keeps a parameter
+# whole on every rank. Odd sizes, so that two ranks cannot share a parameter without padding, where Llama's code allows
+# them: before transformers 4.45 a head has hidden_size / num_attention_heads elements, which must be even.
 _SIZES = dict(
-    hidden_size=335,
     intermediate_size=33,
     num_hidden_layers=2,
     num_attention_heads=3,
     num_key_value_heads=1,
-    head_dim=6,
     max_position_embeddings=128,
-    vocab_size=301,
-)
+) | (dict(hidden_size=335, head_dim=6, vocab_size=301) if has_head_dim() else dict(hidden_size=66, vocab_size=1541))
 
 
 def make_base_model(folder: Path, family: str) -> None:

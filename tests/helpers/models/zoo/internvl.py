@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.helpers.models.zoo import NOISE_STD, ODD_DECODER, VISION_TOWER
+from tests.helpers.models.zoo import NOISE_STD, ODD_DECODER, VISION_TOWER, fitted
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def make_internvl(folder: Path, dtype: torch.dtype | None = None) -> None:
         'AutoConfig': 'configuration_tiny_internvl.TinyInternVLConfig',
         'AutoModel': 'modeling_tiny_internvl.TinyInternVLModel',
     }
-    llm = {**ODD_DECODER, 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
+    llm = {**fitted(ODD_DECODER), 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
     config = {'vision_config': VISION_TOWER, 'llm_config': llm, 'auto_map': auto_map}
     (folder / 'config.json').write_text(json.dumps({**config, 'model_type': 'tiny_internvl'}))
     made = AutoConfig.from_pretrained(folder, trust_remote_code=True)
