@@ -88,7 +88,16 @@ def stay_on_cpu(data_preprocessor):
         data_preprocessor.BaseDataPreprocessor.cuda = lambda self, *args, **kwargs: self
 
 
+def quantize_on_cpu(quantizer):
+    """transformers before 4.43 wants a GPU for what bitsandbytes 0.50 quantizes on a CPU, too."""
+    kind = quantizer.Bnb4BitHfQuantizer
+    if not has_gpu() and 'validate_bnb_backend_availability' not in kind.validate_environment.__code__.co_names:
+        kind.validate_environment = lambda self, *args, **kwargs: None
+        kind.update_device_map = lambda self, device_map: device_map or {'': 'cpu'}
+
+
 AFTER_IMPORT = {
+    'transformers.quantizers.quantizer_bnb_4bit': quantize_on_cpu,
     'mmengine.model.base_model.data_preprocessor': stay_on_cpu,
     'deepspeed.accelerator.cpu_accelerator': use_gloo,
     'deepspeed.utils.numa': count_one_core,

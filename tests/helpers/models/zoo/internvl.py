@@ -59,8 +59,8 @@ class TinyInternVLModel(PreTrainedModel):
         config.llm_config._attn_implementation = 'eager'  # XTuner asks for flash_attention_2
         self.vision_model = TinyInternVisionModel(config.vision_config)
         self.language_model = LlamaForCausalLM(config.llm_config)
-        size = config.llm_config.hidden_size
-        self.mlp1 = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size), nn.GELU(), nn.Linear(size, size))
+        seen, size = config.vision_config.hidden_size, config.llm_config.hidden_size
+        self.mlp1 = nn.Sequential(nn.LayerNorm(seen), nn.Linear(seen, size), nn.GELU(), nn.Linear(size, size))
         self.post_init()
 
     def extract_feature(self, pixel_values):
