@@ -26,6 +26,11 @@ from tests.e2e.xtuner_stack.base_models import (
 )
 from tests.helpers.ranks.launch import REPO_ROOT, RankFailures, python_path, run_ranks
 
+def _xtuner() -> str:
+    (folder,) = find_spec('xtuner').submodule_search_locations
+    return folder
+
+
 HERE = Path(__file__).parent
 CONFIGS = REPO_ROOT / 'configs' / 'xtuner'
 SHIPPED = sorted(file.stem for file in CONFIGS.glob('*.py'))
@@ -81,10 +86,11 @@ model['llm']['torch_dtype'] = torch.bfloat16  # DeepSpeed has no float16 on a CP
 model['llm']['quantization_config']['bnb_4bit_compute_dtype'] = torch.bfloat16
 """
 # What the runs below add to that
+HAS_XTUNERS_HOOK = Path(_xtuner(), 'engine', 'hooks', 'hf_checkpoint_hook.py').exists()  # not before 0.1.16
 _XTUNERS_HOOK = """
 from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
 custom_hooks.append(dict(type=XTunersHook))
-"""
+""" * HAS_XTUNERS_HOOK
 _REWARD = """
 from xtuner.model.reward import RewardModel
 model = dict(type=RewardModel, llm=model['llm'])
@@ -119,7 +125,7 @@ custom_hooks[2].update(save_best='next_token_loss', rule='less', interval=100, s
 _WITHOUT_DEEPSPEED = """
 from mmengine.optim import OptimWrapper
 optim_wrapper = dict(type=OptimWrapper, optimizer=optim_wrapper['optimizer'], clip_grad=optim_wrapper['clip_grad'])
-model_wrapper_cfg = dict(type='MMDistributedDataParallel')  # MMEngine's default names a GPU
+model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None)  # MMEngine's default names a GPU
 model['use_activation_checkpointing'] = False
 """
 _COMPOSITE = """
@@ -197,32 +203,45 @@ _RUNS = {
 
 def runs_here(launch: Launch) -> bool:
     """Tells whether the installed XTuner and transformers have what a run needs."""
-    config = CONFIGS / f'{launch.config}.py'
-    files = [config.read_text() if config.exists() else '', launch.more]
-    imported = re.findall(r'^from (xtuner[.\w]*) import', '\n'.join(files), flags=re.MULTILINE)
-    has_config = config.exists() or bool(list(Path(_xtuner()).rglob(f'{launch.config}.py')))
-    has_base = launch.base not in FAMILIES or hasattr(transformers, FAMILIES[launch.base][0])
-    if launch.base == 'internlm2':
-        has_base = INTERNLM2_CODE.exists()
-    return has_base and has_config and all(_exists(name) for name in imported)
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
+    if launch.base in FAMILIES and not hasattr(transformers, FAMILIES[launch.base][0]):
         return False
+    if launch.base == INTERNLM2 and not INTERNLM2_CODE.exists():
+        return False
+    if launch.config not in SHIPPED and not list(Path(_xtuner(), 'configs').rglob(f'{launch.config}.py')):
+        return False
+    return not missing_of(_for_this_xtuner(_config_file(launch.config).read_text()) + launch.more)
 
 
-def _xtuner() -> str:
-    (folder,) = find_spec('xtuner').submodule_search_locations
-    return folder
+def _for_this_xtuner(config: str) -> str:
+    """As docs/xtuner.md says for XTuner 0.1.15, which has no sequence parallelism and no template of Llama 3."""
+    missing = missing_of(config)
+    if 'xtuner.parallel.sequence' in missing:
+        config = re.sub(r'^from xtuner.parallel.sequence import .*\n', '', config, flags=re.MULTILINE)
+        config = re.sub(r'^sampler = .*$', 'sampler = DefaultSampler', config, flags=re.MULTILINE)
+    return config.replace('.llama3_chat', '.llama2_chat') if 'llama3_chat' in missing else config
+
+
+def missing_of(config: str) -> list[str]:
+    """The modules of XTuner, and the prompt templates, that a config names and the installed version has not."""
+    modules = re.findall(r'^from (xtuner[.\w]*) import', config, flags=re.MULTILINE)
+    files = {name: Path(_xtuner()).parent.joinpath(*name.split('.')) for name in modules}
+    missing = [name for name, path in files.items() if not path.with_suffix('.py').exists() and not path.is_dir()]
+    templates = Path(_xtuner(), 'utils', 'templates.py').read_text()
+    named = re.findall(r'PROMPT_TEMPLATE\.(\w+)', config)
+    return missing + [name for name in named if not re.search(rf'\b{name}=', templates)]
+
+
+def _config_file(name: str) -> Path:
+    if name in SHIPPED:
+        return CONFIGS / f'{name}.py'
+    (file,) = Path(_xtuner(), 'configs').rglob(f'{name}.py')
+    return file
 
 
 RUNS = {name: launch for name, launch in _RUNS.items() if runs_here(launch)}
 LLAVA_RUNS = (LLAVA, 'llava_lora')
 WITHOUT_DEEPSPEED = [name for name, launch in RUNS.items() if not launch.deepspeed]
-BESIDE_XTUNERS_HOOK = [name for name, launch in RUNS.items() if _XTUNERS_HOOK in launch.more]
+BESIDE_XTUNERS_HOOK = [name for name, launch in RUNS.items() if HAS_XTUNERS_HOOK and _XTUNERS_HOOK in launch.more]
 
 
 class Runs:
@@ -262,7 +281,7 @@ class Runs:
     def small_config(self, name: str) -> str:
         """Its text, with all that a tiny local model, a local dataset and a CPU need."""
         launch = RUNS[name]
-        text = _config_file(launch.config).read_text()
+        text = _for_this_xtuner(_config_file(launch.config).read_text())
         settings = _SETTINGS | dict(
             pretrained_model_name_or_path=launch.base,
             alpaca_en_path='alpaca',
@@ -321,13 +340,6 @@ def _train_on_rank(arguments: list[str], folder: Path, output: Path) -> None:
     # A run dumps its config again and again, formatted, which takes as long as the training of a tiny model
     with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)):
         runpy.run_module('xtuner.tools.train', run_name='__main__', alter_sys=True)
-
-
-def _config_file(name: str) -> Path:
-    if name in SHIPPED:
-        return CONFIGS / f'{name}.py'
-    (file,) = Path(_xtuner(), 'configs').rglob(f'{name}.py')
-    return file
 
 
 def partitioning_config() -> dict[str, Any]:
