@@ -26,6 +26,7 @@ from tests.e2e.xtuner_stack.base_models import (
 )
 from tests.helpers.ranks.launch import REPO_ROOT, RankFailures, python_path, run_ranks
 
+
 def _xtuner() -> str:
     (folder,) = find_spec('xtuner').submodule_search_locations
     return folder
@@ -87,10 +88,13 @@ model['llm']['quantization_config']['bnb_4bit_compute_dtype'] = torch.bfloat16
 """
 # What the runs below add to that
 HAS_XTUNERS_HOOK = Path(_xtuner(), 'engine', 'hooks', 'hf_checkpoint_hook.py').exists()  # not before 0.1.16
-_XTUNERS_HOOK = """
+_XTUNERS_HOOK = (
+    """
 from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
 custom_hooks.append(dict(type=XTunersHook))
-""" * HAS_XTUNERS_HOOK
+"""
+    * HAS_XTUNERS_HOOK
+)
 _REWARD = """
 from xtuner.model.reward import RewardModel
 model = dict(type=RewardModel, llm=model['llm'])
@@ -205,6 +209,8 @@ def runs_here(launch: Launch) -> bool:
     """Tells whether the installed XTuner and transformers have what a run needs."""
     if launch.base in FAMILIES and not hasattr(transformers, FAMILIES[launch.base][0]):
         return False
+    if 'qlora' in launch.config and find_spec('transformers.quantizers') is None:
+        return False  # transformers 4.36 quantizes on a GPU only
     if launch.base == INTERNLM2 and not INTERNLM2_CODE.exists():
         return False
     if launch.config not in SHIPPED and not list(Path(_xtuner(), 'configs').rglob(f'{launch.config}.py')):

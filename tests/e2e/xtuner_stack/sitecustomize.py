@@ -82,6 +82,61 @@ def fill_in_for_triton(driver):
         driver.driver.set_active(types.SimpleNamespace(get_benchmarker=lambda: None))
 
 
+class Done:
+    """In place of a work handle: what it was for is done."""
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return True
+
+
+def emulate_in_gloo(c10d):
+    """Gloo before torch 2.2 has no bfloat16, and neither gathers into one tensor nor scatters from one."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 2):
+        return
+    all_reduce, all_gather = c10d.all_reduce, c10d.all_gather
+
+    def copy_of(tensor):
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone()
+
+    def by_copy(original):
+        def run(tensor, *args, async_op=False, **kwargs):
+            if tensor.dtype != torch.bfloat16:
+                return original(tensor, *args, async_op=async_op, **kwargs)
+            copy = copy_of(tensor)
+            original(copy, *args, **kwargs)
+            tensor.copy_(copy)
+            return Done() if async_op else None
+
+        return run
+
+    def gather(tensors, tensor, group=None, async_op=False):
+        copies = [copy_of(one) for one in tensors]
+        all_gather(copies, copy_of(tensor), group=group)
+        for one, copy in zip(tensors, copies):
+            one.copy_(copy)
+        return Done() if async_op else None
+
+    def gather_into(output, tensor, group=None, async_op=False):
+        gather(list(output.view(-1).chunk(c10d.get_world_size(group))), tensor.reshape(-1), group)
+        return Done() if async_op else None
+
+    def scatter_from(output, tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+        copy = copy_of(tensor)
+        all_reduce(copy, op=op, group=group)
+        mine = copy.view(-1).chunk(c10d.get_world_size(group))[c10d.get_rank(group)]
+        output.copy_(mine.view(output.shape))
+        return Done() if async_op else None
+
+    for name in ('all_reduce', 'broadcast', 'reduce'):
+        setattr(c10d, name, by_copy(getattr(c10d, name)))
+    c10d.all_gather, c10d.all_gather_into_tensor, c10d.reduce_scatter_tensor = gather, gather_into, scatter_from
+
+
 def stay_on_cpu(data_preprocessor):
     """XTuner moves what prepares its data to the GPU; since 0.2 it asks whether there is one."""
     if not has_gpu():
@@ -101,6 +156,7 @@ AFTER_IMPORT = {
     'mmengine.model.base_model.data_preprocessor': stay_on_cpu,
     'deepspeed.accelerator.cpu_accelerator': use_gloo,
     'deepspeed.utils.numa': count_one_core,
+    'torch.distributed.distributed_c10d': emulate_in_gloo,
     'triton.runtime.driver': fill_in_for_triton,
 }
 

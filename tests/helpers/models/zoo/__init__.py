@@ -195,7 +195,9 @@ def has_head_dim() -> bool:
 
 def fitted(options: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config's options, in sizes that the installed code of Llama and its kin accepts."""
-    found = {name: fitted(value) if isinstance(value, dict) else copy.deepcopy(value) for name, value in options.items()}
+    found = {
+        name: fitted(value) if isinstance(value, dict) else copy.deepcopy(value) for name, value in options.items()
+    }
     if {'head_dim', 'num_attention_heads'} <= found.keys() and not has_head_dim():
         found['hidden_size'] = found['head_dim'] * found['num_attention_heads']
     return found
