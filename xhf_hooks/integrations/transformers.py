@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.options import CallbackOptions, explains
+from xhf_hooks.options import CallbackOptions, explains, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
@@ -46,9 +46,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             show(self.logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
         log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
+        out_dir = Path(self.out_dir or Path(args.output_dir, 'hf_model'))
+        require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            Path(self.out_dir or Path(args.output_dir, 'hf_model')),
+            out_dir,
             self,
             log,
             when=self._when(args, state),
