@@ -4,6 +4,9 @@ transformers 5 saves another class, other fields and fewer files than transforme
 change the tokenizer, the files that it was loaded from are copied. Where it did, the fields that changed are written
 into the base's tokenizer_config.json. Either is taken only if the installed transformers loads the same tokenizer from
 it: one that saves the same files, byte for byte but for how it was loaded.
+
+A call such as ``tokenizer(texts, truncation=True, max_length=512)`` leaves its truncation and padding in the tokenizer,
+and ``save_pretrained`` writes them. They are not part of the tokenizer: what is written has those of the base.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +46,11 @@ _OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
 
+#: The truncation and padding in what tokenizers' ``Tokenizer.save`` writes; tokens, millions of them, come after it.
+_OF_CALLS = re.compile(
+    rb'(?<=\n  "truncation": )(?:null|\{.*?\n  \})(,\n  "padding": )(?:null|\{.*?\n  \})(?=,\n)', re.DOTALL
+)
+
 #: A full disk or quota, a disk that fails, no more open files.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
@@ -62,7 +71,8 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
 
     own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else getattr(tokenizer, 'tokenizer', None)
     if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
-        tokenizer.save_pretrained(folder)  # an image processor, or custom code
+        files = _saved(tokenizer, folder)  # an image processor, or custom code
+        _put(_with_truncation_of_base(files, _base_of(own, base_dir)), folder)
         return []
     key = base_dir, _saved(tokenizer, folder)
     known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
@@ -94,23 +104,23 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
             _put({**form, **beside}, temporary)
             return _same(_saved_again(str(temporary), folder), saved)
 
-    own = getattr(tokenizer, 'name_or_path', None)
-    base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+    base_dir = _base_of(tokenizer, base_dir)
     base = _saved_again(base_dir, folder)
     if base is not None and _same(base, saved):
         copied = _base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
         if is_proven(copied):
             return copied, []
+    as_saved = _with_truncation_of_base(saved, base_dir)
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
-        return saved, []
+        return as_saved, []
     forms = [_in_words_of_base(tokenizer, saved, {}, '')]
     if base is not None:
         forms.insert(0, _in_words_of_base(tokenizer, saved, base, base_dir))
-    for form in forms:
-        if form == saved or is_proven(form):
+    for form in (_with_truncation_of_base(form, base_dir) for form in forms):
+        if form == as_saved or is_proven(form):
             return form, []
     needed = json.loads(saved[CONFIG])['tokenizer_class']
-    return saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
+    return as_saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
 def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -> _Files:
@@ -177,6 +187,29 @@ def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[
     return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
 
 
+def _base_of(tokenizer: Any | None, base_dir: str) -> str:
+    """Where the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
+    own = getattr(tokenizer, 'name_or_path', None)
+    return own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+
+
+def _without_truncation(tokenizer_json: bytes) -> bytes:
+    """tokenizer.json, as ``save_pretrained`` writes it, with null in place of truncation and padding."""
+    return _OF_CALLS.sub(rb'null\1null', tokenizer_json, count=1)
+
+
+def _with_truncation_of_base(saved: _Files, base_dir: str) -> _Files:
+    """The files, as :func:`_saved` returns them, with the truncation and padding of the base's tokenizer.json."""
+    base = json.loads(_base_files(base_dir, (JSON,)).get(JSON, b'{}'))
+    if JSON not in saved or not (base.get('truncation') or base.get('padding')):
+        return saved
+    truncation, padding = (
+        json.dumps(base.get(name), indent=2, ensure_ascii=False).replace('\n', '\n  ').encode()
+        for name in ('truncation', 'padding')
+    )
+    return {**saved, JSON: _OF_CALLS.sub(lambda found: truncation + found[1] + padding, saved[JSON], count=1)}
+
+
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in names}
 
@@ -215,11 +248,14 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _saved(tokenizer: Any, folder: Path) -> _Files:
-    """What it saves."""
+    """What it saves, without truncation and padding."""
     with _temporary(folder) as temporary:
         tokenizer.save_pretrained(temporary)
         paths = sorted(path for path in temporary.rglob('*') if path.is_file())
-        return {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
+        files = {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
+    if JSON in files:
+        files[JSON] = _without_truncation(files[JSON])
+    return files
 
 
 def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
