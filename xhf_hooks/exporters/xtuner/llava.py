@@ -169,7 +169,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
         rows = own[names[0]].shape[0]
         tokenizer = self.base_tokenizer()
-        needed = rows + 2 if tokenizer is None else max(_with_image_token(tokenizer)[1:]) + 1
+        needed = rows + 2 if not hasattr(tokenizer, 'add_tokens') else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
             return rows, own
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
@@ -207,7 +207,9 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         config = self._config
         warnings = []
-        if tokenizer is None:
+        tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
+        if not hasattr(tokenizer, 'add_tokens'):
+            tokenizer = None  # what is copied cannot get it, either
             warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
         else:
             tokenizer, image_id, pad_id = _with_image_token(tokenizer)
