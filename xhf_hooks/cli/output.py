@@ -80,6 +80,8 @@ def explain(prog: str, error: BaseException, *, left: str = '') -> None:
         complain(f'{prog}: interrupted{left}')
     elif isinstance(error, (XhfError, OSError)):
         complain(f'{prog}: {error}')
+    elif package in sys.stdlib_module_names:  # such as fcntl and resource on Windows
+        complain(f'{prog}: needs Linux or macOS: Python on {sys.platform} has no module {package}')
     elif package not in ('', 'xhf_hooks'):
         complain(f'{prog}: {package} is not installed: pip install {package}')
     else:
