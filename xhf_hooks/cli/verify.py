@@ -25,7 +25,7 @@ UNUSABLE = 2
 _PROG = 'xhf-verify'
 _EXAMPLES = {
     'hf_model': 'check that this folder is complete, consistent and unchanged',
-    'hf_model --load': 'also load it and generate text',
+    'hf_model --load': 'also show that transformers or peft loads all of it, without reading weights',
     'OUT work_dirs/run/iter_500.pth': 'compare OUT with the model in this checkpoint',
     'A B': 'compare two folders',
 }
@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help='a model folder; a second one, or a checkpoint, to compare it with',
     )
     add = parser.add_argument_group('one path').add_argument
-    add('--load', action='store_true', help='also load A with transformers or peft, run it and generate text')
+    add('--load', action='store_true', help='also load A with transformers or peft, without weights')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
     add = parser.add_argument_group('both').add_argument
     add('--json', action='store_true', help='print the result as JSON')
@@ -97,9 +97,9 @@ def _check(args: argparse.Namespace) -> tuple[bool, FolderCheck]:
     with progress('reading') as on_progress:
         report = verify_folder(args.a, workers=args.workers, read=not args.no_read, on_progress=on_progress)
     if args.load and report.is_good:
-        from xhf_hooks.verify.load import load_and_run
+        from xhf_hooks.verify.load import check_loading
 
-        load_and_run(args.a, report, base=args.base, trust_remote_code=args.trust_remote_code)
+        check_loading(report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
         complain(f'{_PROG}: the folder is damaged, so it was not loaded')
     return report.is_good, report
