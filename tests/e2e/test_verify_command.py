@@ -137,7 +137,9 @@ sys.exit(main([{str(places[folder])!r}, '--load', '--json']))
 """
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.returncode == SAME, done.stderr
-    ((kind, text),) = [(one['kind'], one['text']) for one in json.loads(done.stdout)['findings'] if one['check'] == 'load']
+    ((kind, text),) = [
+        (one['kind'], one['text']) for one in json.loads(done.stdout)['findings'] if one['check'] == 'load'
+    ]
     assert kind == 'unchecked' and package in text
 
 

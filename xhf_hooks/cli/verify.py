@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
@@ -111,7 +112,7 @@ def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
     from xhf_hooks.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
-    a, b = open_models(args.a, args.b, options)
-    with progress('comparing') as on_progress:
+    with TemporaryDirectory(prefix='xhf_hooks_') as scratch, progress('comparing') as on_progress:
+        a, b = open_models(args.a, args.b, options, Path(scratch))
         found = compare.compare_models(a, b, args.workers, on_progress)
     return found.verdict != compare.DIFFERENT, found

@@ -98,7 +98,9 @@ def load_and_tell(
     return model, {problem: sorted(map(str, which)) for problem, which in names.items()}
 
 
-def load_empty_adapter(base: PreTrainedModel, config: PeftConfig, placements: Sequence[Placement]) -> Problems:
+def load_empty_adapter(
+    base: PreTrainedModel, config: PeftConfig, placements: Sequence[Placement | ExportEntry]
+) -> Problems:
     """Load an adapter with peft, onto a base on the meta device, and return what does not fit. Runs on: rank 0.
 
     Args:

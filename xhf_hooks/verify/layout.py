@@ -35,7 +35,9 @@ def parts_of(folder: Path, manifest: Manifest | None) -> list[str]:
 
 
 def model_files(folder: Path, manifest: Manifest | None) -> dict[str, list[str]]:
-    """The weight files that loaders read, by the folder of the part; paths are relative. Parts without any are left out.
+    """The weight files that loaders read, by the folder of the part; paths are relative.
+
+    Parts without any are left out.
 
     Raises:
         DamagedError: An index is malformed.

@@ -1,4 +1,4 @@
-"""Whether a folder loads: transformers and peft load its names, shapes and dtypes on the meta device, without weights."""
+"""Whether a folder loads: transformers and peft load its names, shapes and dtypes on the meta device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xhf_hooks.meta_model.transformers_model import (
     fit_config,
     load_config,
 )
-from xhf_hooks.model import module_tensors
+from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system.library_settings import quiet
 from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
@@ -77,6 +77,17 @@ def check_loading(report: FolderCheck, *, base: str | None, trust_remote_code: b
                 report.add(OK, 'load', f'{where}{name} in {secs:.1f} s, without weights')
 
 
+def tied_names_in(folder: Path) -> list[set[str]]:
+    """Names of the tensors that loading a folder makes one, by its config.json; none if that cannot be told here."""
+    try:
+        with quiet():
+            config, kind = _config_and_class(folder, trust_remote_code=False)
+            model = build_on_meta(kind, config)
+    except Exception:  # no config.json, or one of a class that is not here
+        return []
+    return [set(names) for _, names in names_by_identity(model) if len(names) > 1]
+
+
 def _entries_of(report: FolderCheck, files: list[str]) -> list[ExportEntry]:
     """The tensors in these files, as an exporter plans them."""
     return [
@@ -113,12 +124,16 @@ def _config_and_class(folder: Path, trust_remote_code: bool) -> tuple[Pretrained
     content = strict_json.read(folder / 'config.json')
     name = first_architecture(content.get('architectures'))
     if content.get('quantization_config'):
-        raise _CannotTry(f'{name} is quantized, and quantized weights cannot be tried without their package; {_BY_HAND}')
+        raise _CannotTry(
+            f'{name} is quantized, and quantized weights cannot be tried without their package; {_BY_HAND}'
+        )
     kind, kind_of_config = class_named(name), content.get('model_type')
     has_code = bool(content.get('auto_map'))
     if kind is None and not (has_code and trust_remote_code):
         if name is None:
-            raise _CannotTry('config.json names no class of a model (architectures); load it with the class that wrote it')
+            raise _CannotTry(
+                'config.json names no class of a model (architectures); load it with the class that wrote it'
+            )
         reason = (
             'its code in the folder may not run: add --trust-remote-code'
             if has_code
