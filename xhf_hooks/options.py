@@ -138,7 +138,10 @@ def folder(option: str, value: Any) -> Path:
         raise OptionError(option, 'the path of a folder (upload_to sends saves to a store)', _without_secrets(value))
     if not isinstance(value, (str, Path)) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~name of a user who is not known here
+        raise OptionError(option, f'the path of a folder ({error})', str(value)) from None
 
 
 def _store_url(option: str, value: Any) -> str:

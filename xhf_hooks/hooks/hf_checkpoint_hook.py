@@ -128,7 +128,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             if not metrics:
                 saves.log.warning('save_best: this validation has no results to compare')
                 return []
-            improved = best.improved(metrics, runner.message_hub)
+            improved = best.improved(metrics, runner.message_hub, saves.log.warning)
             return [
                 (metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()
             ]

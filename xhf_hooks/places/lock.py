@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 
 from xhf_hooks.places.file_system import look_up
@@ -70,6 +71,7 @@ class RunLock:
                 os.fsync(fd)
                 self._fd, self._pid = fd, os.getpid()
                 is_held = True
+                _close_in_children(self)
         finally:
             if not is_held:
                 os.close(fd)
@@ -88,6 +90,22 @@ class RunLock:
             self.is_seen = False
         found = look_up(self.path)
         return found is not None and found.st_ino == os.fstat(fd).st_ino
+
+
+def _close_in_children(lock: RunLock) -> None:
+    """Let processes that are forked from now on close the lock file at once.
+
+    They inherit the lock with it. If the holder were killed, a data loader worker that lives on would hold the lock,
+    and the next run would be refused in the name of a dead process. Closing it in a child does not release the lock.
+    """
+    known = weakref.ref(lock)
+
+    def close() -> None:
+        found = known()
+        if found is not None:
+            found.release()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _open_current(path: Path) -> int | None:

@@ -340,7 +340,8 @@ class Save:
         with self._stage('commit'), naming(target.path):
             if is_rank0:
                 # Beside training, bytes are read back in this thread: none can be started while the process exits
-                target.commit(written, saver.options.verify, 1 if self.in_background else None)
+                path = target.commit(written, saver.options.verify, 1 if self.in_background else None)
+                committed = replace(committed, path=path)
         return committed
 
     def _cost(self) -> SaveCost:

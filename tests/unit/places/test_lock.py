@@ -3,6 +3,9 @@
 import errno
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -89,3 +92,31 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     warnings = [call.args[0] for call in log.warning.call_args_list]
     assert len(warnings) == (why == 'it is protected')
     assert all(str(staged.parent) in each and 'Permission denied' in each for each in warnings)
+
+
+def test_a_process_forked_by_the_holder_does_not_hold_the_lock(tmp_path, claim):
+    """As a data loader worker that lives on when rank 0 was killed; the lock stays while the holder lives."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+folder = CheckpointFolder(Path(sys.argv[1]), 1)
+folder.claim()
+if os.fork() == 0:
+    print('forked', os.getpid(), flush=True)
+    time.sleep(600)
+time.sleep(600)
+"""
+    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    worker = int(holder.stdout.readline().split()[1])
+    try:
+        second = CheckpointFolder(tmp_path / 'hf_model', 1)
+        assert not second.lock.acquire()
+        holder.kill()
+        holder.wait()
+        os.kill(worker, 0)  # it lives
+        assert second.lock.acquire()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        second.release()
