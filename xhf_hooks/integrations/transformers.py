@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.trackers import Trackers, callbacks_beside
-from xhf_hooks.options import CallbackOptions, explains
+from xhf_hooks.options import CallbackOptions, explains, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
@@ -43,9 +43,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
         trackers = Trackers(callbacks_beside(self), args, state)
+        out_dir = Path(self.out_dir or Path(args.output_dir, 'hf_model'))
+        require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            Path(self.out_dir or Path(args.output_dir, 'hf_model')),
+            out_dir,
             self,
             log,
             when=self._when(args, state),

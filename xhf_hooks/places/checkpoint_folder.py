@@ -69,6 +69,7 @@ class CheckpointFolder:
     Attributes:
         staging: The folder that is being filled; None when there is none.
         lock: Held from :meth:`claim` to :meth:`release`.
+        stays_locked: Whether :meth:`release` keeps other processes out until this one ends.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class CheckpointFolder:
         self.max_keep = max_keep
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
+        self.stays_locked = False
         self.others = OtherFolders(path, warn)
         self.staging: Path | None = None
         self._staged_inode = 0
@@ -114,7 +116,10 @@ class CheckpointFolder:
 
     def release(self) -> None:
         """End the claim, so that another run can use the folder. Does nothing if it is not claimed."""
-        self.lock.release()
+        if self.stays_locked:
+            self.lock.keep_until_exit()
+        else:
+            self.lock.release()
 
     def recover(self) -> None:
         """Clean up after a killed run: move a complete folder to its name, delete a partial one. Never raises."""

@@ -44,7 +44,7 @@ from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
-from xhf_hooks.options import CallOptions, RunOptions
+from xhf_hooks.options import CallOptions, RunOptions, require_uploads_apart
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import choose_strategy
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
@@ -55,7 +55,6 @@ from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import require_packages
 
-_STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
 
@@ -159,6 +158,8 @@ class CheckpointManager:
         if self._saver.background is not None:
             listeners.append(self._saver.background)
         if options.upload_to is not None:
+            with self.collective.stage('preflight'):
+                require_uploads_apart(options.upload_to, self.newest.path)
             paths = [target.path for target in self._targets]
             self._uploads = uploads_of_run(
                 options.upload_to, options.backend_args, options.upload_keep, paths, self.collective, self.log
@@ -320,7 +321,7 @@ class CheckpointManager:
         """Raise or log an error that all ranks share, depending on ``on_error``."""
         if self._options.on_error == 'raise':
             raise error
-        self.log.error(f'{what} failed and training goes on: {error}. {_STILL_THERE}')
+        self.log.error(f'{what} failed and training goes on: {error}.{self._still_there}')
 
     def close(self) -> None:
         """Wait for a save in flight, release the folders, destroy process groups. Needs no other rank.
@@ -337,6 +338,11 @@ class CheckpointManager:
             self._requests.end_process()
 
     @property
+    def _still_there(self) -> str:
+        """What follows the message of a save that failed."""
+        return ' The previous save is still complete.' if self._has_saved else ''
+
+    @property
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.others.values()]
 
@@ -350,7 +356,7 @@ class CheckpointManager:
         """Log the outcome of a save. Runs on: the thread that saves."""
         if committed is None:
             text = str(error) if isinstance(error, XhfError) else f'{type(error).__name__}: {error}'
-            self.log.error(f'the save of {step.label} in the background failed: {text}. {_STILL_THERE}')
+            self.log.error(f'the save of {step.label} in the background failed: {text}.{self._still_there}')
             return
         with self._reporting(step):
             log_save(self.log, committed)

@@ -120,3 +120,35 @@ time.sleep(600)
     finally:
         os.kill(worker, signal.SIGKILL)
         second.release()
+
+
+def test_a_kept_lock_keeps_other_processes_out_and_is_taken_over_in_this_one(tmp_path):
+    """Also where somebody has removed the lock file; exit removes it."""
+    code = """
+import sys
+from pathlib import Path
+from xhf_hooks.places.lock import RunLock
+folder = Path(sys.argv[1])
+for _ in range(3):
+    lock = RunLock(folder)
+    assert lock.acquire()
+    lock.keep_until_exit()
+input()
+lock.path.unlink()
+assert RunLock(folder).acquire()
+lock = RunLock(folder.with_name('other'))
+assert lock.acquire()
+lock.keep_until_exit()
+print(lock.path.exists(), flush=True)
+"""
+    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        second = lock.RunLock(tmp_path / 'hf_model')
+        while not second.path.exists() or 'process' not in second.path.read_text():
+            assert first.poll() is None
+        assert not second.acquire() and second.holder.startswith(f'process {first.pid} on ')
+        assert first.communicate('go on\n')[0] == 'True\n'
+    assert first.returncode == 0
+    assert not (tmp_path / '.other.lock').exists()
+    assert second.acquire()
+    second.release()
