@@ -117,7 +117,7 @@ def emulate_in_gloo(c10d):
     def gather(tensors, tensor, group=None, async_op=False):
         copies = [copy_of(one) for one in tensors]
         all_gather(copies, copy_of(tensor), group=group)
-        for one, copy in zip(tensors, copies):
+        for one, copy in zip(tensors, copies, strict=True):
             one.copy_(copy)
         return Done() if async_op else None
 

@@ -12,7 +12,6 @@ from mmengine.registry import HOOKS
 from tests.e2e.xtuner_stack.launches import CONFIGS, RUNS, SHIPPED, export_of, missing_of
 from xhf_hooks import HFCheckpointHook
 
-
 #: XTuner 0.1.15 lacks, for example, xtuner.parallel.sequence and the template of Llama 3: docs/xtuner.md.
 IMPORTED = [name for name in SHIPPED if not missing_of((CONFIGS / f'{name}.py').read_text())]
 

@@ -27,7 +27,6 @@ from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
     BEST,
     COMPOSITE,
-    DPO,
     FIRST,
     FULL,
     INTERNLM2,
