@@ -143,6 +143,13 @@ def stay_on_cpu(data_preprocessor):
         data_preprocessor.BaseDataPreprocessor.cuda = lambda self, *args, **kwargs: self
 
 
+def find_bitsandbytes(import_utils):
+    """transformers before 4.43 does not see it without a GPU, and leaves out what it imports of torch with it."""
+    asked = import_utils.is_bitsandbytes_available
+    if not has_gpu() and 'cuda' in getattr(asked, '__wrapped__', asked).__code__.co_names:
+        import_utils.is_bitsandbytes_available = lambda: import_utils._bitsandbytes_available
+
+
 def quantize_on_cpu(quantizer):
     """transformers before 4.43 wants a GPU for what bitsandbytes 0.50 quantizes on a CPU, too."""
     kind = quantizer.Bnb4BitHfQuantizer
@@ -157,6 +164,7 @@ AFTER_IMPORT = {
     'deepspeed.accelerator.cpu_accelerator': use_gloo,
     'deepspeed.utils.numa': count_one_core,
     'torch.distributed.distributed_c10d': emulate_in_gloo,
+    'transformers.utils.import_utils': find_bitsandbytes,
     'triton.runtime.driver': fill_in_for_triton,
 }
 
