@@ -34,11 +34,7 @@ def test_turbomind_has_every_tensor(tmp_path):
 
 
 def in_turbomind(tensors: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
-<<<<<<< HEAD
-    """The tensors as lmdeploy/turbomind/deploy/target_model/base.py lays them out: matrices transposed, heads turned."""
-=======
-    """The tensors as lmdeploy/turbomind/deploy/module.py lays them out: matrices transposed, heads turned."""
->>>>>>> h-x1
+    """The tensors as lmdeploy/turbomind/deploy/module.py lays them: matrices transposed, heads turned."""
 
     def turned(weight: torch.Tensor) -> torch.Tensor:
         heads = weight.T.reshape(config.hidden_size, -1, 2, 32)
