@@ -58,15 +58,16 @@ PROMPT = 'w3 w4'
 
 
 def zero_to_fp32(work_dir: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint; as it is where MMEngine wrote a file: without DeepSpeed, or without the optimizer."""
+    file = work_dir / f'iter_{LAST}.pth'
+    if file.is_file():
+        return torch.load(file, map_location='cpu', weights_only=False)['state_dict']
     return get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=f'iter_{LAST}.pth')
 
 
 def trained(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
     """What goes out of the last checkpoint, read by DeepSpeed's own converter where DeepSpeed wrote it."""
-    if name in WITHOUT_DEEPSPEED:
-        weights = torch.load(work_dir / f'iter_{LAST}.pth', map_location='cpu', weights_only=False)['state_dict']
-    else:
-        weights = zero_to_fp32(work_dir)
+    weights = zero_to_fp32(work_dir)
     if name in ADAPTERS:
         return {key.replace('.default', '')[4:]: tensor for key, tensor in weights.items() if 'lora_' in key}
     if name == 'reward':
