@@ -101,7 +101,7 @@ def emulate_in_gloo(c10d):
     all_reduce, all_gather = c10d.all_reduce, c10d.all_gather
 
     def copy_of(tensor):
-        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone()
+        return tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach().clone()
 
     def by_copy(original):
         def run(tensor, *args, async_op=False, **kwargs):
@@ -109,7 +109,7 @@ def emulate_in_gloo(c10d):
                 return original(tensor, *args, async_op=async_op, **kwargs)
             copy = copy_of(tensor)
             original(copy, *args, **kwargs)
-            tensor.copy_(copy)
+            tensor.detach().copy_(copy)
             return Done() if async_op else None
 
         return run
@@ -118,7 +118,7 @@ def emulate_in_gloo(c10d):
         copies = [copy_of(one) for one in tensors]
         all_gather(copies, copy_of(tensor), group=group)
         for one, copy in zip(tensors, copies, strict=True):
-            one.copy_(copy)
+            one.detach().copy_(copy)
         return Done() if async_op else None
 
     def gather_into(output, tensor, group=None, async_op=False):
@@ -129,7 +129,7 @@ def emulate_in_gloo(c10d):
         copy = copy_of(tensor)
         all_reduce(copy, op=op, group=group)
         mine = copy.view(-1).chunk(c10d.get_world_size(group))[c10d.get_rank(group)]
-        output.copy_(mine.view(output.shape))
+        output.detach().copy_(mine.view(output.shape))
         return Done() if async_op else None
 
     for name in ('all_reduce', 'broadcast', 'reduce'):
