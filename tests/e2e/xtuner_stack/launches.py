@@ -1,6 +1,7 @@
 """Runs `xtuner train` with configs/xtuner, made small enough for a CPU, and finds what the runs left."""
 
 import gc
+import inspect
 import json
 import os
 import re
@@ -209,13 +210,33 @@ def runs_here(launch: Launch) -> bool:
     """Tells whether the installed XTuner and transformers have what a run needs."""
     if launch.base in FAMILIES and not hasattr(transformers, FAMILIES[launch.base][0]):
         return False
-    if 'qlora' in launch.config and find_spec('transformers.quantizers') is None:
-        return False  # transformers 4.36 quantizes on a GPU only
+    if 'qlora' in launch.config and not _loads_in_4_bits():
+        return False
+    if launch.base == 'mistral' and not _dispatch_fits_mistral():
+        return False
     if launch.base == INTERNLM2 and not INTERNLM2_CODE.exists():
         return False
     if launch.config not in SHIPPED and not list(Path(_xtuner(), 'configs').rglob(f'{launch.config}.py')):
         return False
     return not missing_of(_for_this_xtuner(_config_file(launch.config).read_text()) + launch.more)
+
+
+def _loads_in_4_bits() -> bool:
+    """Tells whether transformers loads 4-bit weights beside the accelerate and bitsandbytes that are installed.
+
+    Those move a 4-bit model to its device, which transformers before 4.43 refuses. 4.36 quantizes on a GPU only.
+    """
+    return find_spec('transformers.quantizers') is not None and 'is_loaded_in_8bit' in inspect.getsource(
+        transformers.PreTrainedModel.to
+    )
+
+
+def _dispatch_fits_mistral() -> bool:
+    """Tells whether XTuner's attention of Mistral finds the fields that it reads: 0.1.23 wants those before 4.48."""
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+
+    dispatch = Path(_xtuner(), 'model', 'modules', 'dispatch', 'mistral.py').read_text()
+    return 'self.num_heads' not in dispatch or 'self.num_heads' in inspect.getsource(MistralAttention)
 
 
 def _for_this_xtuner(config: str) -> str:
