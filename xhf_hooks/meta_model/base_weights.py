@@ -21,7 +21,8 @@ from xhf_hooks.exporters.rehearsal import load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors
-from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor, base_weights
+from xhf_hooks.sources.checkpoint.base_weights import base_weights
+from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -154,7 +155,7 @@ def _recorded(tensor: StoredTensor) -> _Recorded:
     found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta').as_subclass(_Recorded)
     found.sources = (tensor.name,)
     found.unchanged = tensor.name
-    found.make = lambda: tensor.trained[0]
+    found.make = lambda: tensor.trained[0].reshape(tensor.shape)
     return found
 
 
