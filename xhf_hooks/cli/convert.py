@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say, size
+from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say, size
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
@@ -60,7 +60,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('which model').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
-    add('--base', metavar='DIR', help='the model before training: a folder, or a cached Hub name; default: as in CFG')
+    add(
+        '--base',
+        type=base_model,
+        metavar='DIR',
+        help='the model before training: a folder, or a cached Hub name; default: as in CFG',
+    )
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 from xhf_hooks.options import SIZE, parse_size
+from xhf_hooks.system.files import absolute
 from xhf_hooks.system.versions import __version__
 
 
@@ -33,7 +34,15 @@ def folder(text: str) -> Path:
     """A path, not a URL, which would name a folder such as ``s3:``."""
     if '://' in text:
         raise argparse.ArgumentTypeError(f'expected a path on this machine, found the URL {text}')
-    return Path(text)
+    return Path(text).expanduser()
+
+
+def base_model(text: str) -> str:
+    """A folder, as an absolute path, or a name on the Hub."""
+    if not text:
+        raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')
+    path = Path(text).expanduser()
+    return str(absolute(path)) if path.is_dir() or path != Path(text) else text
 
 
 def count(text: str) -> int:

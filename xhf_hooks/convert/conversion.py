@@ -82,14 +82,15 @@ class Conversion:
 
     def __init__(self, checkpoint: CheckpointSource, options: ConvertOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
-        path = checkpoint.found.path
-        held, beside = _by_name(checkpoint.tensors.values()), adapter_beside(path)
-        self._config = find_run_config(options.config, checkpoint.config_text, path)
+        found = checkpoint.found
+        held, beside = _by_name(checkpoint.tensors.values()), adapter_beside(found)
+        self._config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
         self._meta_model = build_meta_model(
             self._config,
-            path,
+            found,
             {name: tensor.shape for name, tensor in {**beside, **held}.items()},
             base=options.base,
+            notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
@@ -113,6 +114,12 @@ class Conversion:
         self.warnings = [*checkpoint.warnings, *weights_notes, *notes, *self._exporter.notes]
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
         self.warnings += self._exporter.rehearse(plan.placements)
+        is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
+        if self._meta_model.has_config_of_base and is_whole_model:
+            self.warnings.append(
+                f'config.json is that of {" and ".join(base.folder for base in self._meta_model.bases)}: no file of this '
+                f'run has what training set in it, such as label names, RoPE, the context length or pad_token_id'
+            )
         if self._exporter.left_out:
             left_out = self._exporter.left_out
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
@@ -215,7 +222,7 @@ class Conversion:
             self._config,
             self._meta_model.module,
             self._exporter,
-            self._checkpoint.found.path,
+            self._checkpoint.found,
             options.base,
             trust_remote_code=options.trust_remote_code,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,16 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import base_file, base_folder
-from xhf_hooks.compat.transformers import text_config
+from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
+from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
-from xhf_hooks.meta_model.beside import ADAPTER_CONFIG, config_of_trainer, folder_beside, hugging_face_folder
-from xhf_hooks.meta_model.run_config import RunConfig, required
+from xhf_hooks.meta_model.beside import ADAPTER_CONFIG, adapter_folder, config_folder, folder_beside
+from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
 from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
 
@@ -60,6 +62,7 @@ class MetaModel:
     Attributes:
         described_by: The config that it was built from, for messages.
         shapes: Of the checkpoint's tensors, by each of their names.
+        has_config_of_base: Whether its config is the base's, since the run has left none of its own.
     """
 
     described_by: str
@@ -68,10 +71,12 @@ class MetaModel:
     module: nn.Module = field(default_factory=nn.Module)
     bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    has_config_of_base: bool = False
 
-    def config_in(self, folder: str, why: str) -> PretrainedConfig:
+    def config_in(self, folder: str, why: str, remedy: str = transformers_model.NAME_BASE) -> PretrainedConfig:
         """The config of the model in a folder, or of its name in the local hub cache."""
-        return transformers_model.load_config(folder, trust_remote_code=self.trust_remote_code, why=why)
+        trust = self.trust_remote_code
+        return transformers_model.load_config(folder, trust_remote_code=trust, why=why, remedy=remedy)
 
     def built(
         self,
@@ -110,34 +115,37 @@ class MetaModel:
 
 def build_meta_model(
     config: RunConfig | None,
-    checkpoint: Path,
+    found: FoundCheckpoint,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     base: str | None,
+    notes: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> MetaModel:
     """Build the model of a checkpoint.
 
     Args:
-        checkpoint: The tag folder or file. ``config.json`` is looked for beside it and in the hook's folders.
+        found: The checkpoint. ``config.json`` is looked for beside it and in the hook's folders.
         shapes: Of the checkpoint's tensors, by each of their names.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
+        notes: Why configs beside the checkpoint were not read.
 
     Raises:
         ConfigError, BaseModelError: No usable config was found.
         DamagedError: The config describes a model that cannot be built.
     """
-    meta_model = MetaModel('', shapes, trust_remote_code)
-    folder = hugging_face_folder(checkpoint)
+    meta_model = MetaModel('', shapes, trust_remote_code, notes=[*notes])
+    folder = config_folder(found) or adapter_folder(found)
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
             _build_xtuners(meta_model, config.model, config.where, base)
         elif base is not None or folder is not None:
-            _build_of_transformers(meta_model, checkpoint, folder, base)
+            _build_of_transformers(meta_model, found, base)
         else:
-            found = 'no config was found' if config is None else f'{config.where} has no supported model'
+            problem = 'no config was found' if config is None else f'{config.where} has no supported model'
+            problem += f' ({"; ".join(notes)})' if notes else ''
             raise ConfigError(
-                f"{checkpoint}: {found}, and there is no config.json beside it. Name the run's config with "
+                f"{found.path}: {problem}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
             )
     return meta_model
@@ -154,6 +162,7 @@ def _build_xtuners(meta_model: MetaModel, model: Mapping[str, Any], where: str, 
                 child = child.model  # xtuner keeps the backbone only (model/reward.py)
             module.add_module(name, child)
     for option, name in _ADAPTERS.items():
+        _require_read(model.get(option), f'model.{option}', where)
         if isinstance(model.get(option), Mapping) and hasattr(module, name):
             lora = transformers_model.lora_config_of(model[option], where)
             setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
@@ -168,27 +177,39 @@ def _child_of_xtuners(
     folder = base or str(required(options.get('pretrained_model_name_or_path'), what, where))
     parts = str(required(options.get('type'), f'model.{name}.type', where)).split('.')
     auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
-    config = meta_model.config_in(folder, '--base' if base else f'{what} of {where}')
-    transformers_model.apply_options(config, options)
+    remedy = transformers_model.NAME_BASE
+    if name == 'visual_encoder':  # --base is that of the llm
+        remedy = f'copy the config that MMEngine dumped into the work_dir, set {what} in it, and give it with --config'
+    config = meta_model.config_in(folder, '--base' if base else f'{what} of {where}', remedy)
+    for option, value in options.items():
+        if hasattr(config, option) or option in ROPE_OPTIONS:
+            _require_read(value, f'model.{name}.{option}', where)
+    unknown = transformers_model.apply_options(config, options)
+    if unknown:
+        meta_model.notes.append(f'{where}: options of model.{name} that {type(config).__name__} lacks: {some(unknown)}')
     if name != 'visual_encoder':
         _enlarge_context(config, model.get('max_position_embeddings'))
     return meta_model.built(folder, config, auto_class)
 
 
-def _build_of_transformers(meta_model: MetaModel, checkpoint: Path, folder: Path | None, given: str | None) -> None:
-    """The config of the model, or of its adapter, is in ``folder`` beside the checkpoint, or in the given one."""
-    base = given or str(folder)
+def _build_of_transformers(meta_model: MetaModel, found: FoundCheckpoint, given: str | None) -> None:
+    """The config of the model, or of its adapter, is beside the checkpoint, or in the given folder.
+
+    An adapter's config beside the checkpoint of a model without one is of another run.
+    """
+    is_adapter = any('lora_' in name for name in meta_model.shapes)
+    beside, of_run = adapter_folder(found), config_folder(found)
     of_given = base_file(given or '', ADAPTER_CONFIG)
-    adapter = of_given or base_file(str(folder or ''), ADAPTER_CONFIG)
+    adapter = of_given
+    if adapter is None and beside is not None and (is_adapter or (given is None and of_run is None)):
+        adapter = beside / ADAPTER_CONFIG
+    base = given or str(of_run)
     if adapter is None:
         meta_model.described_by = base
-        config = of_base = meta_model.config_in(base, 'the model')
-        if (trained := config_of_trainer(checkpoint)) is not None:
-            config = meta_model.config_in(str(trained), f'{trained}/config.json')
-            forget_use_cache(config, base)
-            config._name_or_path = base
+        of_base = meta_model.config_in(base, 'the model')
+        config = _config_of_run(meta_model, of_run, of_base, base, given) or of_base
         model: nn.Module = meta_model.built(base, config, None, of_base)
-        _take_generation_config(model, checkpoint)
+        _take_generation_config(meta_model, model, found, given)
     else:
         lora = transformers_model.adapter_config_in(adapter.parent)
         if given is None or of_given is not None:
@@ -196,18 +217,81 @@ def _build_of_transformers(meta_model: MetaModel, checkpoint: Path, folder: Path
         if not base:
             raise BaseModelError(f'{adapter} has no base_model_name_or_path; set it to the base model')
         meta_model.described_by = f'{adapter} and {base}'
-        config = meta_model.config_in(base, 'the model')
-        model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config))
-        _take_generation_config(model, checkpoint)
+        of_base = meta_model.config_in(base, 'the model')
+        config = _config_of_run(meta_model, of_run, of_base, base, given)
+        meta_model.has_config_of_base = config is None
+        config = config or of_base
+        model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config), of_base)
+        _take_generation_config(meta_model, model, found, given)
         model = transformers_model.adapt(model, lora)
-    meta_model.module = _placed(model, _prefix(model, meta_model.shapes, checkpoint, base))
+    meta_model.module = _placed(model, _prefix(model, meta_model.shapes, found.path, base))
 
 
-def _take_generation_config(model: nn.Module, checkpoint: Path) -> None:
+def _config_of_run(
+    meta_model: MetaModel, folder: Path | None, of_base: PretrainedConfig, base: str, given: str | None
+) -> PretrainedConfig | None:
+    """The config.json that the run left, as its model had it; None if it left none, or that of another model.
+
+    Args:
+        folder: Where the config.json is.
+        base: Folder or hub name of the base model.
+        given: That of ``--base``.
+    """
+    if folder is None:
+        return None
+    is_of_trainer = (folder / 'trainer_state.json').is_file()
+    config = meta_model.config_in(str(folder), f'{folder}/config.json')
+    if not is_of_trainer and _sizes(config) != _sizes(of_base):
+        meta_model.notes.append(f'{folder}/config.json is of another model than {base}: it is not taken')
+        return None
+    if is_of_trainer or base != str(folder):
+        forget_use_cache(config, base)
+        config._name_or_path = base
+    differing = _differing(config, of_base)
+    if given is not None and differing:
+        meta_model.notes.append(
+            f'config.json is that of {folder}, not that of {given}; they differ in {some(differing, 5)}'
+        )
+        meta_model.described_by = f'{folder}/config.json and {base}'
+    return config
+
+
+def _sizes(config: PretrainedConfig) -> tuple[Any, ...]:
+    """What no training changes: the kind of model and its width and depth."""
+    text = text_config(config)
+    names = ('hidden_size', 'd_model', 'n_embd', 'num_hidden_layers', 'n_layer')
+    return (config.model_type, *(getattr(text, name, None) for name in names))
+
+
+def _differing(config: Any, of_base: Any) -> list[str]:
+    """Fields in which two configs differ, other than those that every save writes anew."""
+    mine, others = config.to_dict(), of_base.to_dict()
+    anew = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
+    return [name for name in {**others, **mine} if name not in anew and mine.get(name) != others.get(name)]
+
+
+def _take_generation_config(meta_model: MetaModel, model: nn.Module, found: FoundCheckpoint, given: str | None) -> None:
     """Give the model the generation config beside the checkpoint, if there is one."""
-    folder = folder_beside(checkpoint, 'generation_config.json')
-    if folder is not None and model.can_generate():
-        model.generation_config = transformers_model.generation_config_in(str(folder))
+    folder = folder_beside(found, 'generation_config.json')
+    if folder is None or not model.can_generate():
+        return
+    of_base, model.generation_config = model.generation_config, transformers_model.generation_config_in(str(folder))
+    differing = [] if given is None or of_base is None else _differing(model.generation_config, of_base)
+    differing = [name for name in differing if name != '_from_model_config']
+    if differing:
+        name = f'generation_config.json is that of {folder}, beside the checkpoint, not that of {given}'
+        meta_model.notes.append(f'{name}; they differ in {some(differing, 5)}')
+
+
+def _require_read(value: Any, what: str, where: str) -> None:
+    """Refuse a value that is unread, or has a part that is."""
+    if isinstance(value, Unread):
+        required(value, what, where)
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for name, part in parts:
+        _require_read(part, f'{what}.{name}', where)
 
 
 def _is_xtuners(model: Mapping[str, Any]) -> bool:
@@ -217,9 +301,9 @@ def _is_xtuners(model: Mapping[str, Any]) -> bool:
 def _enlarge_context(config: PretrainedConfig, wanted: Any) -> None:
     """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
     now = getattr(config, 'max_position_embeddings', None)
-    if type(wanted) is int and type(now) is int and hasattr(config, 'rope_scaling'):
+    if type(wanted) is int and type(now) is int and has_rope(config):
         factor = float(-(-wanted // now)) if wanted > now else 1.0
-        config.rope_scaling = {'type': 'linear', 'factor': factor}
+        set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor})
 
 
 def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:

@@ -120,7 +120,9 @@ def _with_siblings(file: Path) -> tuple[Path, ...]:
     names = [f'{shard["stem"]}-{number:05d}-of-{total}{shard["suffix"]}' for number in range(1, int(total) + 1)]
     missing = [name for name in names if not (file.parent / name).is_file()]
     if missing:
-        raise CheckpointError(f'{file}: one of {int(total)} files of a model, and {some(missing)} missing; copy them, too')
+        raise CheckpointError(
+            f'{file}: one of {int(total)} files of a model, and {some(missing)} missing; copy them, too'
+        )
     return tuple(file.parent / name for name in names)
 
 

@@ -96,7 +96,9 @@ class CheckpointSource:
         file = self.found.path
         if file.suffix == '.safetensors':
             return ModelState(file, {}, {}), [tensor for each in self.found.model_files for tensor in tensors_of(each)]
-        content = load_torch_file(file) if len(self.found.model_files) == 1 else tensors_in_files(self.found.model_files)
+        content = (
+            load_torch_file(file) if len(self.found.model_files) == 1 else tensors_in_files(self.found.model_files)
+        )
         key, tensors = _state_dict_in(file, content)
         passed_over = [name for name in _nested(content) if name != key and not _BESIDE_WEIGHTS.fullmatch(name)]
         if passed_over:
@@ -137,7 +139,9 @@ class CheckpointSource:
 
 def _nested(content: Mapping[Any, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of each state dict in a checkpoint, by its key."""
-    found = {key: tensors_in(value) for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)}
+    found = {
+        key: tensors_in(value) for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)
+    }
     return {key: tensors for key, tensors in found.items() if tensors}
 
 
