@@ -17,7 +17,7 @@ from xhf_hooks.system.versions import __version__
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser whose help ends with examples: command line to its description."""
+    """An ArgumentParser whose help has the usual calls at its head: command line to its description."""
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -25,9 +25,10 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
 
     def format_help(self) -> str:
-        """Argparse's help, then the examples."""
+        """Argparse's help, with the examples after the usage."""
         lines = [f'  {self.prog} {command}\n      {meaning}\n' for command, meaning in self._examples.items()]
-        return ''.join([super().format_help(), '\nexamples:\n', *lines])
+        usage = self.format_usage()
+        return ''.join([usage, '\nusual calls:\n', *lines, super().format_help().removeprefix(usage)])
 
 
 def folder(text: str) -> Path:

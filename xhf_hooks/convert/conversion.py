@@ -116,9 +116,10 @@ class Conversion:
         self.warnings += self._exporter.rehearse(plan.placements)
         is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
         if self._meta_model.has_config_of_base and is_whole_model:
+            bases = ' and '.join(base.folder for base in self._meta_model.bases)
             self.warnings.append(
-                f'config.json is that of {" and ".join(base.folder for base in self._meta_model.bases)}: no file of this '
-                f'run has what training set in it, such as label names, RoPE, the context length or pad_token_id'
+                f'config.json is that of {bases}: no file of this run has what training set in it, such as '
+                f'label names, RoPE, the context length or pad_token_id'
             )
         if self._exporter.left_out:
             left_out = self._exporter.left_out

@@ -30,7 +30,7 @@ def adapter_folder(found: FoundCheckpoint) -> Path | None:
 
 
 def config_folder(found: FoundCheckpoint) -> Path | None:
-    """The folder with the config.json of the whole trained model: beside the checkpoint, or the newest save of the hook."""
+    """The folder with the whole model's config.json: beside the checkpoint, or the newest save of the hook."""
     return _first_with(['config.json'], [*found.run_folders, *_saves_of_hook(found)])
 
 

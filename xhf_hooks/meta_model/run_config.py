@@ -89,7 +89,8 @@ def find_run_config(
         return None, notes
     chosen, *others = candidates
     for other in others:
-        difference = _first_difference(*({name: one.fields.get(name) for name in _COMPARED} for one in (chosen, other)))
+        fields, other_fields = ({name: one.fields.get(name) for name in _COMPARED} for one in (chosen, other))
+        difference = _first_difference(fields, other_fields)
         if difference is not None:
             notes.append(f'{chosen.where} and {other.where} differ in {difference}: the first is taken')
             break

@@ -69,7 +69,7 @@ COMMANDS = {'xhf-convert': convert, 'xhf-verify': verify}
 
 
 @pytest.mark.parametrize('name', COMMANDS)
-def test_help_begins_with_the_usage_and_ends_with_examples(name, capsys):
+def test_help_begins_with_the_usage_and_the_usual_calls(name, capsys):
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name].main(['--help'])
     said = capsys.readouterr().out

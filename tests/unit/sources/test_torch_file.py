@@ -61,9 +61,7 @@ def test_further_weights_are_told_and_not_chosen_between(tmp_path):
 
 def test_what_a_file_without_weights_holds_is_told(tmp_path):
     torch.save(torch.nn.Linear(2, 3), tmp_path / 'whole.pt')
-    with pytest.raises(
-        CheckpointError, match=r'an object of the class Linear, not a state dict; .* its state_dict\(\)'
-    ):
+    with pytest.raises(CheckpointError, match=r'an object of the class Linear, .* its state_dict\(\)'):
         open_checkpoint(tmp_path / 'whole.pt')
     torch.save({'epoch': 3, 'lr': 0.1}, tmp_path / 'x.pt')
     with pytest.raises(CheckpointError, match='holds no weights; it holds epoch, lr'):

@@ -1,4 +1,4 @@
-"""The weights of a base model that lends a run its frozen ones: safetensors files, or the ``.bin`` files of older ones."""
+"""The weights of a base model, which lends a run its frozen ones: of safetensors files, or of ``.bin`` files."""
 
 from __future__ import annotations
 
