@@ -49,8 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         'checkpoint',
         metavar='CHECKPOINT',
         type=Path,
-        help='iter_500.pth, a work_dir, checkpoint-500 of Trainer, a folder of accelerator.save_state or of DeepSpeed, '
-        'or a file of weights',
+        help='a work_dir, iter_500.pth, checkpoint-500, a folder of save_state or of DeepSpeed, or a file of weights',
     )
     parser.add_argument('out', metavar='OUT', type=folder, help='the folder to write')
     _add_options(parser)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.helpers.checks.compare import assert_same_tensors
 from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all, read_tensors
 from tests.helpers.runs.torch_zip import pickled, write_torch_zip
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.sources.checkpoint.base_weights import base_weights
 
@@ -75,6 +75,16 @@ def test_weights_in_several_files(tmp_path, suffix):
         write = torch.save if suffix == '.bin' else save_file
         write({name: tensor}, tmp_path / f'pytorch_model-0000{number}-of-00002{suffix}')
     assert_same_tensors(read_all(open_checkpoint(tmp_path)), weights)
+
+
+LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n'
+
+
+@pytest.mark.parametrize('name', ['x.pth', 'model.safetensors'])
+def test_a_pointer_of_git_lfs_is_told(tmp_path, name):
+    (tmp_path / name).write_bytes(LFS_POINTER)
+    with pytest.raises((CheckpointError, DamagedError), match='a pointer of Git LFS, not the file itself; run git lfs'):
+        open_checkpoint(tmp_path / name)
 
 
 def zipped(*names: str):
