@@ -1,4 +1,4 @@
-"""Files of this process: how many may be open, and errors that name one."""
+"""Files of this process: how many may be open, absolute paths, and errors that name a file."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def allow_open_files(n_files: int, what: str) -> None:
             f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root, without ``..``, so that its parents are the folders above it. Links keep their names."""
+    parts = path.absolute().parts
+    n_resolved = max((number for number, part in enumerate(parts, 1) if part == '..'), default=0)
+    return Path(*parts[:n_resolved]).resolve().joinpath(*parts[n_resolved:])
 
 
 @contextlib.contextmanager

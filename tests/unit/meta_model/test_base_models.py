@@ -217,6 +217,18 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
         assert not (tmp_path / mode).exists()
 
 
+@pytest.mark.parametrize('family', ['llama', 'llama_tied', 'qwen2_vl'])
+def test_a_base_of_bin_files_lends_as_one_of_safetensors(family, tmp_path):
+    if not available(family, MODELS):
+        pytest.skip(f'this transformers has no {family}')
+    base = base_of(family, tmp_path / 'base')
+    checkpoint = checkpoint_of(adapt(from_base(base)), tmp_path / 'run')
+    expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
+    torch.save(load_file(base / WEIGHTS), base / 'pytorch_model.bin')
+    (base / WEIGHTS).unlink()
+    assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
+
+
 def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_load(tmp_path, capsys, monkeypatch):
     from xhf_hooks.meta_model import base_weights
 
