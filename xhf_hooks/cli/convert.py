@@ -65,7 +65,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='model before training, or with adapter_config.json: a folder or a cached Hub name',
     )
-    add('--module', metavar='PATH', help='path of the submodule to export, such as llm, or the actor of actor and ref')
+    add('--module', metavar='PATH', help='path of the submodule to export, such as llm or actor')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
     add(
@@ -75,7 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='keep (default): as in training. float32: the fp32 master weights, where they exist. base: as in the base',
     )
     add('--no-ema', action='store_false', dest='ema', help='for a run with EMAHook: not the averaged weights')
-    add('--lora', choices=LORA_MODES, help="of a LoRA run; default: usually 'adapter', as in the hook")
+    add('--lora', choices=LORA_MODES, help="of a LoRA run; default: usually 'adapter'")
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what would be written; write nothing')

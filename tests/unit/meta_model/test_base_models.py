@@ -206,7 +206,7 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
     checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
 
     def without_the_first(load: Any) -> Any:
-        return lambda *args: load(*args[:2], args[2][1:])
+        return lambda *args, **options: load(*args[:2], args[2][1:], **options)
 
     monkeypatch.setattr(huggingface, 'load_empty', without_the_first(huggingface.load_empty))
     monkeypatch.setattr(lora, 'load_empty_adapter', without_the_first(lora.load_empty_adapter))
