@@ -77,6 +77,20 @@ def test_what_the_run_left_comes_before_the_base_as_far_as_the_layout_goes(base,
                 assert (f'{words} {run / place}' in said) == is_own, (words, said)
 
 
+def test_where_training_put_another_head_on_the_base_the_rest_of_its_config_is_still_told(base, tmp_path, capsys):
+    """The model is built twice, first as its config says."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=5)
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    checkpoint = MadeCheckpoint(masters=masters, dtype=torch.bfloat16).write(tmp_path / 'ckpt' / 'global_step5')
+    leave(tmp_path / 'ckpt', base)
+    out = convert(checkpoint, tmp_path / 'out', '--base', base)
+    config = json.loads((out / 'config.json').read_text())
+    assert config['max_position_embeddings'] == 512 and config['architectures'] == [type(model).__name__]
+    told = capsys.readouterr().err
+    assert told.count(f'config.json is that of {tmp_path / "ckpt"}, not that of {base}; they differ in max_pos') == 1
+    assert told.count(f'the checkpoint is of a {type(model).__name__}') == 1
+
+
 def test_the_config_of_another_model_beside_is_not_taken(base, tmp_path, capsys):
     checkpoint = made(tmp_path / 'run' / 'global_step5')
     leave(tmp_path / 'run', base)
