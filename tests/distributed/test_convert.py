@@ -323,12 +323,16 @@ def test_what_trainer_left_beside_its_checkpoint_comes_before_the_base(finished,
 
 @pytest.mark.modern_only
 def test_resized_embeddings_that_no_file_has_are_not_taken_from_the_base(finished, tmp_path, capsys):
-    checkpoint = finished.folder('tokens_lora_zero3') / 'run' / 'checkpoint-2'
-    for mode in ('adapter', 'merge'):
-        assert main([str(checkpoint), str(tmp_path / 'out'), '--lora', mode]) == 2
-        said = capsys.readouterr().err
-        assert 'has 133 tokens' in said and '131 rows' in said and 'nobody saved' in said and '--base' in said
-        assert not (tmp_path / 'out').exists()
+    """With the number of rows in the config.json that the hook wrote, and without."""
+    run = finished.folder('tokens_lora_zero3') / 'run'
+    shutil.copytree(run / 'checkpoint-2', tmp_path / 'alone' / 'checkpoint-2')
+    cases = {run: ('has (131, ', 'for (133, '), tmp_path / 'alone': ('has 133 tokens', '131 rows')}
+    for folder, (found, expected) in cases.items():
+        for mode in ('adapter', 'merge'):
+            assert main([str(folder / 'checkpoint-2'), str(tmp_path / 'out'), '--lora', mode]) == 2
+            said = capsys.readouterr().err
+            assert found in said and expected in said and 'nobody saved' in said and '--base' in said
+            assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.modern_only

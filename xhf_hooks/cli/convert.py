@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say, size
+from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say, size
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
@@ -32,7 +32,6 @@ _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
     'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
-    'checkpoint-500 OUT --dtype float32': 'convert a checkpoint of transformers.Trainer; write its fp32 master weights',
     'DIR OUT --base meta-llama/Llama-3.1-8B': 'convert a checkpoint that has no config of its model',
 }
 
@@ -41,6 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = CommandParser(
         prog=_PROG,
+        usage='%(prog)s CHECKPOINT OUT [options]',
         examples=_EXAMPLES,
         description='Convert the checkpoint of a finished run into a Hugging Face folder. Runs no code from it.',
         epilog='Exit status: 0 done, 1 failed, 2 bad input. A conversion that fails or is killed leaves no OUT.',
@@ -49,8 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         'checkpoint',
         metavar='CHECKPOINT',
         type=Path,
-        help='iter_500.pth (folder or file), a work_dir, checkpoint-500 of transformers.Trainer, a folder of '
-        'accelerator.save_state, or any folder saved by DeepSpeed',
+        help='a work_dir, iter_500.pth, checkpoint-500, a folder of save_state or of DeepSpeed, or a file of weights',
     )
     parser.add_argument('out', metavar='OUT', type=folder, help='the folder to write')
     _add_options(parser)
@@ -59,30 +58,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('which model').add_argument
-    add('--config', type=Path, metavar='CFG', help="the run's config; default: the one in the checkpoint or beside it")
+    add('--config', type=Path, metavar='CFG', help="the run's config; default: in or beside the checkpoint")
     add(
         '--base',
+        type=base_model,
         metavar='DIR',
-        help='the model before training: a folder, or a cached Hub name; where a LoRA run left no adapter_config.json, '
-        'a folder that has it; default: as in CFG',
+        help='model before training, or with adapter_config.json: a folder or a cached Hub name',
     )
-    add('--module', metavar='PATH', help='path of the submodule to export, such as llm, or the actor of actor and ref')
+    add('--module', metavar='PATH', help='path of the submodule to export, such as llm or actor')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
     add(
         '--dtype',
         choices=list(_DTYPES),
         default='keep',
-        help='keep (default): as in training, like the hook. float32: the fp32 master weights, where they exist. base: '
-        "each tensor as in the base model's files",
+        help='keep (default): as in training. float32: the fp32 master weights, where they exist. base: as in the base',
     )
     add('--no-ema', action='store_false', dest='ema', help='for a run with EMAHook: not the averaged weights')
-    add('--lora', choices=LORA_MODES, help="what to write of a LoRA run; default: as in the hook, usually 'adapter'")
+    add('--lora', choices=LORA_MODES, help="of a LoRA run; default: usually 'adapter'")
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
-    add('--dry-run', action='store_true', help='show what was found and what would be written; write nothing')
+    add('--dry-run', action='store_true', help='show what would be written; write nothing')
     add('--verify', action='store_true', help='read everything back and compare it before the commit')
-    add('--json', action='store_true', help='print the result as JSON, and all else on standard error')
+    add('--json', action='store_true', help='print JSON, and all else on standard error')
     add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(
         '--max-shard-size',
@@ -90,7 +88,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=size,
         default='5GB',
         metavar='SIZE',
-        help="largest size of a weight file, as in save_pretrained; default: '5GB'",
+        help="largest size of a weight file; default: '5GB'",
     )
     workers = min(_MOST_WORKERS, count_usable_cores())
     add('--workers', type=count, metavar='N', default=workers, help='threads; default: %(default)s')

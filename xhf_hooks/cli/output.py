@@ -12,11 +12,12 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 from xhf_hooks.options import SIZE, parse_size
+from xhf_hooks.system.files import absolute
 from xhf_hooks.system.versions import __version__
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser whose help ends with examples: command line to its description."""
+    """An ArgumentParser whose help has the usual calls at its head: command line to its description."""
 
     def __init__(self, *, examples: dict[str, str], **options: Any) -> None:
         super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -24,16 +25,25 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument('--version', action='version', version=f'%(prog)s {__version__}')
 
     def format_help(self) -> str:
-        """Argparse's help, then the examples."""
+        """Argparse's help, with the examples after the usage."""
         lines = [f'  {self.prog} {command}\n      {meaning}\n' for command, meaning in self._examples.items()]
-        return ''.join([super().format_help(), '\nexamples:\n', *lines])
+        usage = self.format_usage()
+        return ''.join([usage, '\nusual calls:\n', *lines, super().format_help().removeprefix(usage)])
 
 
 def folder(text: str) -> Path:
     """A path, not a URL, which would name a folder such as ``s3:``."""
     if '://' in text:
         raise argparse.ArgumentTypeError(f'expected a path on this machine, found the URL {text}')
-    return Path(text)
+    return Path(text).expanduser()
+
+
+def base_model(text: str) -> str:
+    """A folder, as an absolute path, or a name on the Hub."""
+    if not text:
+        raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')
+    path = Path(text).expanduser()
+    return str(absolute(path)) if path.is_dir() or path != Path(text) else text
 
 
 def count(text: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.output import CommandParser, complain, count, explain, folder, progress, say
+from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say
 from xhf_hooks.options import LORA_MODES
 from xhf_hooks.system.versions import require_packages
 
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--json', action='store_true', help='print the result as JSON')
     add('--workers', type=count, metavar='N', help='threads; default: number of cores + 1, at most 8')
     add('--trust-remote-code', action='store_true', help='allow custom code of the model to run')
-    add('--base', metavar='DIR', help='the base model, of a checkpoint or, with --load, of an adapter')
+    add('--base', type=base_model, metavar='DIR', help='the base model, of a checkpoint or, with --load, of an adapter')
     add = parser.add_argument_group('if A or B is a checkpoint, as in xhf-convert').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config")
     add('--module', metavar='PATH', help='path of the submodule to compare, such as llm')

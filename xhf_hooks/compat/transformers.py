@@ -84,6 +84,38 @@ def move_generation_fields(config: PretrainedConfig, generation: GenerationConfi
         setattr(config, name, None)
 
 
+#: Fields of RoPE in configs of transformers 4, which 5 holds together in ``rope_parameters``.
+ROPE_OPTIONS = ('rope_scaling', 'rope_theta')
+
+
+def has_rope(config: PretrainedConfig) -> bool:
+    """Whether the config describes RoPE that can be scaled."""
+    if hasattr(config, 'rope_parameters'):
+        return isinstance(config.rope_parameters, dict)
+    return hasattr(config, 'rope_scaling')
+
+
+def set_rope_option(config: PretrainedConfig, name: str, value: Any) -> bool:
+    """Set one of :data:`ROPE_OPTIONS`, which leaves the other as it is; returns whether the config has it.
+
+    transformers 5 takes ``rope_scaling`` for all of ``rope_parameters``, and would lose ``rope_theta``. So its class
+    reads both from a config in the words of transformers 4.
+    """
+    if not hasattr(config, 'rope_parameters'):
+        if hasattr(config, name):
+            setattr(config, name, value)
+        return hasattr(config, name)
+    rope = config.rope_parameters
+    if not isinstance(rope, dict) or any(isinstance(part, dict) for part in rope.values()):  # one by kind of layer
+        return False
+    fields = {key: part for key, part in config.to_dict().items() if key not in ('rope_parameters', *ROPE_OPTIONS)}
+    beside = {key: rope[key] for key in ('rope_theta', 'partial_rotary_factor') if key in rope}
+    scaling = {key: part for key, part in rope.items() if key not in beside}
+    older = {**fields, **beside, 'rope_scaling': scaling, name: value}
+    config.rope_parameters = type(config).from_dict(older).rope_parameters
+    return True
+
+
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
     """The name in the model by the name in the files, in the order of ``save_pretrained``.
 

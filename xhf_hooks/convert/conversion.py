@@ -84,16 +84,17 @@ class Conversion:
 
     def __init__(self, checkpoint: CheckpointSource, options: ConvertOptions) -> None:
         self._checkpoint, self._options = checkpoint, options
-        path = checkpoint.found.path
+        found = checkpoint.found
         named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
-        held, beside = _by_name(named.tensors), adapter_beside(path)
-        self._config = find_run_config(options.config, checkpoint.config_text, path)
+        held, beside = _by_name(named.tensors), adapter_beside(found)
+        self._config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
         self._meta_model = build_meta_model(
             self._config,
-            path,
+            found,
             {**beside, **held},
             base=options.base,
             module=options.module,
+            notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
@@ -117,7 +118,7 @@ class Conversion:
         self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
         if self._widened and checkpoint.has_unnamed_masters:
             raise CheckpointError(
-                f'{path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names (fp32_groups '
+                f'{found.path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names (fp32_groups '
                 f'of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. Leave the option out'
             )
         of_base = _by_name(match.tensors[name] for name in match.lent)
@@ -126,6 +127,13 @@ class Conversion:
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
         self.warnings += self._exporter.rehearse(plan.placements)
+        is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
+        if self._meta_model.has_config_of_base and is_whole_model:
+            bases = ' and '.join(base.folder for base in self._meta_model.bases)
+            self.warnings.append(
+                f'config.json is that of {bases}: no file of this run has what training set in it, such as '
+                f'label names, RoPE, the context length or pad_token_id'
+            )
         if left_out := [name for name in self._exporter.left_out if name not in match.lacking]:
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
@@ -288,7 +296,7 @@ class Conversion:
             self._config,
             self._meta_model.module,
             self._exporter,
-            self._checkpoint.found.path,
+            self._checkpoint.found,
             self._options.base,
             trust_remote_code=self._options.trust_remote_code,
         )

@@ -334,8 +334,9 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
     n_tokens = len(tokenizer)
     if n_tokens > embedding_rows and n_tokens > exporter.n_base_tokens:
         raise ModelError(
-            f'the tokenizer has {n_tokens} tokens, but the model has embeddings for {embedding_rows}: set the '
-            f"option tokenizer to the model's own, or resize the embeddings (XTuner: give the model its tokenizer)"
+            f'the tokenizer has {n_tokens} tokens, but the model has embeddings for {embedding_rows}: give the '
+            f"model's own (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or resize the "
+            f'embeddings before training (XTuner: give the model its tokenizer)'
         )
     base = base_json(exporter.base_dir, 'config.json')
     of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
@@ -346,7 +347,8 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
         return []
     return [
         f'the tokenizer has {n_tokens} tokens, but the embeddings were resized from {of_base} to {embedding_rows} '
-        f'rows: if tokens were added for training, they are not in it; set the option tokenizer to one that has them'
+        f'rows: if tokens were added for training, they are not in it; give one that has them (the option '
+        f'tokenizer; in xhf-convert, beside the checkpoint or in --base)'
     ]
 
 

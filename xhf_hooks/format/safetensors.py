@@ -113,6 +113,11 @@ class Header:
     data_start: int
 
 
+#: How a file begins that Git LFS has not replaced with its content.
+LFS_MAGIC = b'version https://git-lfs'
+LFS_PROBLEM = 'a pointer of Git LFS, not the file itself; run git lfs pull'
+
+
 def read_header(path: Path) -> Header:
     """Validate a header with safetensors' own ``safe_open``, and read where its tensors are. Reads no tensors.
 
@@ -128,6 +133,9 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise DamagedError(f'{path}: cannot be read ({error.strerror or error})') from None
     except SafetensorError as error:
+        with open(path, 'rb') as file:
+            if file.read(len(LFS_MAGIC)) == LFS_MAGIC:
+                raise DamagedError(f'{path}: {LFS_PROBLEM}') from None
         raise DamagedError(f'{path}: not a complete safetensors file ({str(error)[:300]})') from None
     content.pop('__metadata__', None)
     entries = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from xhf_hooks.meta_model.build import MetaModel, build_meta_model
+from xhf_hooks.meta_model.build import build_meta_model
 from xhf_hooks.meta_model.match import match_checkpoint
+from xhf_hooks.meta_model.meta_model import MetaModel
 from xhf_hooks.meta_model.run_config import RunConfig, find_run_config
 
 __all__ = ['MetaModel', 'RunConfig', 'build_meta_model', 'find_run_config', 'match_checkpoint']

@@ -21,7 +21,8 @@ from xhf_hooks.exporters.rehearsal import Problems, load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors
-from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor, base_weights
+from xhf_hooks.sources.checkpoint.base_weights import base_weights
+from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -10,45 +10,44 @@ from torch import nn
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.meta_model.frozen import frozen_in
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 ADAPTER_CONFIG = 'adapter_config.json'
 _ADAPTER_WEIGHTS = 'adapter_model.safetensors'
 
 
-def folder_beside(checkpoint: Path, *names: str) -> Path | None:
-    """The folder that has one of the files: the checkpoint, or one above it.
-
-    Trainer writes them beside its tag folder; scripts with Accelerate, a folder higher. MMEngine's ``.pth`` lie in the
-    work_dir itself, and above it there are other runs.
-    """
-    above = (checkpoint, checkpoint.parent, checkpoint.parent.parent)
-    return _first_with(names, above if checkpoint.suffix != '.pth' else above[:2])
+def folder_beside(found: FoundCheckpoint, *names: str) -> Path | None:
+    """The nearest folder of the run that has one of the files."""
+    return _first_with(names, found.run_folders)
 
 
-def hugging_face_folder(checkpoint: Path) -> Path | None:
-    """The folder with Trainer's config.json, in or above the checkpoint; else the newest save of HFCheckpointHook."""
-    work_dir = checkpoint.parent
-    manifests = [*work_dir.glob(f'*/hf_model*/{MANIFEST_NAME}'), *work_dir.glob(f'hf_model*/{MANIFEST_NAME}')]
-    saved = [file.parent for file in sorted(manifests, key=lambda file: file.stat().st_mtime, reverse=True)]
-    of_hook = [place for folder in saved for place in (folder / ADAPTER_FOLDER, folder)]  # the adapter was trained
-    return _first_with((ADAPTER_CONFIG, 'config.json'), [checkpoint, work_dir, work_dir.parent, *of_hook])
+def adapter_folder(found: FoundCheckpoint) -> Path | None:
+    """The folder with the adapter_config.json of the run: beside the checkpoint, or in the newest save of the hook."""
+    return _first_with(
+        [ADAPTER_CONFIG], [*found.run_folders, *(each / ADAPTER_FOLDER for each in _saves_of_hook(found))]
+    )
+
+
+def config_folder(found: FoundCheckpoint) -> Path | None:
+    """The folder with the whole model's config.json: beside the checkpoint, or the newest save of the hook."""
+    return _first_with(['config.json'], [*found.run_folders, *_saves_of_hook(found)])
+
+
+def _saves_of_hook(found: FoundCheckpoint) -> list[Path]:
+    """The folders that HFCheckpointHook or the callback wrote in this run, the newest first."""
+    patterns = (f'*/hf_model*/{MANIFEST_NAME}', f'hf_model*/{MANIFEST_NAME}')
+    manifests = {file for folder in found.run_folders for pattern in patterns for file in folder.glob(pattern)}
+    return [file.parent for file in sorted(manifests, key=lambda file: file.stat().st_mtime, reverse=True)]
 
 
 def _first_with(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
     return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
 
-def config_of_trainer(checkpoint: Path) -> Path | None:
-    """Trainer's ``checkpoint-N``, which has the config.json of the whole trained model; None for other checkpoints."""
-    folder = checkpoint.parent
-    is_trainers = (folder / 'config.json').is_file() and (folder / 'trainer_state.json').is_file()
-    return folder if is_trainers else None
-
-
-def adapter_beside(checkpoint: Path) -> dict[str, StoredTensor]:
+def adapter_beside(found: FoundCheckpoint) -> dict[str, StoredTensor]:
     """The tensors of peft's file that Trainer puts beside its checkpoint; none if there is no such file."""
-    folder = folder_beside(checkpoint, _ADAPTER_WEIGHTS)
+    folder = folder_beside(found, _ADAPTER_WEIGHTS)
     return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / _ADAPTER_WEIGHTS)}
 
 

@@ -12,7 +12,7 @@ from xhf_hooks.errors import BaseModelError
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.meta_model.build import Base, MetaModel
+from xhf_hooks.meta_model.meta_model import Base, MetaModel
 from xhf_hooks.meta_model.older_names import rename_older
 from xhf_hooks.meta_model.stored_names import is_of_adapter
 from xhf_hooks.meta_model.transformers_model import other_version_remedy

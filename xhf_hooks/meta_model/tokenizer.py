@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from xhf_hooks.base_files import PROCESSOR_FILES, base_file, load_tokenizer
+from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_folder, load_tokenizer
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
-from xhf_hooks.format.text import error_text
+from xhf_hooks.format.text import error_text, some
 from xhf_hooks.meta_model.beside import folder_beside
-from xhf_hooks.meta_model.run_config import RunConfig
+from xhf_hooks.meta_model.run_config import RunConfig, Unread
 from xhf_hooks.meta_model.transformers_model import refused_as
 from xhf_hooks.model import token_embeddings
+from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.system.library_settings import quiet
 
 #: Which tokenizers of every kind save.
 _SAVED = 'tokenizer_config.json'
-#: Options of ``from_pretrained`` that change what is saved and execute nothing.
-_OPTIONS = (
-    'padding_side',
-    'truncation_side',
-    'model_max_length',
-    'chat_template',
-    'pad_token',
-    'eos_token',
-    'bos_token',
-    'unk_token',
+#: Options of ``from_pretrained`` that say where a tokenizer is, and whether its code may run.
+_OF_LOADING = re.compile(
+    r'type|pretrained_model_name_or_path|trust_remote_code|cache_dir|force_download|local_files_only|proxies|token'
+    r'|resume_download|(code_)?revision|subfolder|use_auth_token|config|.*_files?'
 )
 
 
@@ -39,7 +35,7 @@ def tokenizer_of_run(
     config: RunConfig | None,
     module: nn.Module,
     exporter: Exporter,
-    checkpoint: Path,
+    found: FoundCheckpoint,
     base: str | None,
     *,
     trust_remote_code: bool,
@@ -56,17 +52,27 @@ def tokenizer_of_run(
         BaseModelError: It cannot be loaded, or has tokens whose embeddings nobody saved.
     """
     base_dir = base or exporter.base_dir
-    tokenizer, notes = _beside(checkpoint, base_dir, trust_remote_code)
+    tokenizer, notes = _beside(found, base, base_dir, trust_remote_code)
     if tokenizer is not None:
-        _require_embeddings(tokenizer, module, exporter, checkpoint)
+        _require_embeddings(tokenizer, module, exporter, found.path)
     fields = {} if config is None else config.fields
-    given = fields.get('tokenizer')
-    options = given if isinstance(given, Mapping) else {}
-    plain = {name: options[name] for name in _OPTIONS if isinstance(options.get(name), (str, int))}
-    for folder in (options.get('pretrained_model_name_or_path'), base, exporter.base_dir):
-        if tokenizer is None and isinstance(folder, str):
+    recipe = fields.get('tokenizer')
+    plain, lost = _plain_options(recipe if isinstance(recipe, Mapping) else {})
+    if tokenizer is None and config is not None and recipe is not None:
+        tokenizer, problem = _of_config(recipe, plain, trust_remote_code)
+        folder = recipe.get('pretrained_model_name_or_path') if isinstance(recipe, Mapping) else None
+        if problem:
+            notes.append(f'the tokenizer of {config.where} is not written: {problem}')
+        elif base is not None and folder != base:
+            notes.append(f'the tokenizer is that of {config.where} ({folder}), not that of {base}')
+        if lost:
+            notes.append(f'options of the tokenizer of {config.where} that are not read: {some(lost)}')
+    for folder in (base, exporter.base_dir):
+        if tokenizer is None and folder:
             with quiet(), refused_as(BaseModelError, f'{folder}: its tokenizer cannot be loaded'):
                 tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
+            if tokenizer is not None and recipe is not None:
+                notes.append(f'the tokenizer of {folder} is written')
     if tokenizer is None:
         where, remedy = (f' in {base}', '') if base else ('', '; set --base to a folder with one')
         return None, [], [*notes, f'no tokenizer was found{where}, so OUT has none{remedy}']
@@ -79,12 +85,53 @@ def tokenizer_of_run(
         return tokenizer, [], [*notes, f'the chat template of training was not written: {error}']
 
 
-def _beside(checkpoint: Path, base_dir: str, trust_remote_code: bool) -> tuple[Any | None, list[str]]:
-    """The tokenizer or processor beside the checkpoint, None if there is none; and notes for the log."""
+def _plain_options(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options of ``from_pretrained`` in a config that are plain values, and the names of the others."""
+    options = {name: value for name, value in recipe.items() if not _OF_LOADING.fullmatch(name)}
+    plain = {name: value for name, value in options.items() if _is_plain(value)}
+    return plain, [name for name in options if name not in plain]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, Mapping)):
+        return all(map(_is_plain, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, (str, int, float, bool, type(None)))
+
+
+def _of_config(recipe: Any, plain: Mapping[str, Any], trust_remote_code: bool) -> tuple[Any | None, str]:
+    """The tokenizer that a config describes; or None, and why it is not read."""
+    folder = recipe.get('pretrained_model_name_or_path') if isinstance(recipe, Mapping) else recipe
+    if isinstance(folder, Unread):
+        return None, f'it is {folder.text!r} (line {folder.line}), which is not run'
+    if not isinstance(folder, str):
+        kind = recipe.get('type') if isinstance(recipe, Mapping) else type(recipe).__name__
+        return None, f'it is of the type {getattr(kind, "text", kind)}, not one of transformers'
+    if base_folder(folder) is None:
+        return None, f'{folder!r} is no folder here and not in the cache'
+    try:
+        with quiet():
+            tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
+    except Exception as error:  # whatever a library raises; the base may have one that works
+        return None, f'{folder} cannot be loaded ({error_text(error)})'
+    return tokenizer, '' if tokenizer is not None else f'{folder} has no files of a tokenizer'
+
+
+def _beside(
+    checkpoint: FoundCheckpoint, base: str | None, base_dir: str, trust_remote_code: bool
+) -> tuple[Any | None, list[str]]:
+    """The tokenizer or processor beside the checkpoint, None if there is none; and notes for the log.
+
+    Args:
+        base: That of ``--base``.
+        base_dir: The base model, in whose words the tokenizer is written.
+    """
     folder = folder_beside(checkpoint, _SAVED, *PROCESSOR_FILES)
     if folder is None:
         return None, []
     found, notes = None, []
+    of_base = None if base is None else base_folder(base)
+    if of_base is not None and not of_base.samefile(folder) and (of_base / _SAVED).is_file():
+        notes.append(f'the tokenizer is that of {folder}, beside the checkpoint, not that of {base}')
     with quiet(), refused_as(BaseModelError, f'{folder}: its tokenizer cannot be loaded'):
         if any((folder / name).is_file() for name in PROCESSOR_FILES):
             from transformers import AutoProcessor
@@ -94,7 +141,7 @@ def _beside(checkpoint: Path, base_dir: str, trust_remote_code: bool) -> tuple[A
                 found = AutoProcessor.from_pretrained(folder, **options)
             except Exception as error:  # of a package that is missing here, for example
                 told = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
-                notes = [f'{told} ({error_text(error)})']
+                notes.append(f'{told} ({error_text(error)})')
         if found is None:
             found = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     tokenizer = getattr(found, 'tokenizer', found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +13,11 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import base_file, base_folder
-from xhf_hooks.compat.transformers import dtype_field, text_config
+from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.text import error_text
+from xhf_hooks.meta_model.stored_names import name_in_base
 from xhf_hooks.model import input_embedding, names_by_identity, output_embedding
 from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 #: Fields of the config that an argument of ``from_pretrained`` does not set, or that an untrusted one must not.
 _NOT_FIELDS = ('auto_map', 'torch_dtype', 'dtype', 'name_or_path', 'quantization_config', 'architectures', 'use_cache')
+#: Arguments of ``from_pretrained`` that are no fields, and change nothing that is written.
+_OF_LOADING = (
+    'attn_implementation', 'cache_dir', 'code_revision', 'config', 'device_map', 'force_download',
+    'ignore_mismatched_sizes', 'load_in_4bit', 'load_in_8bit', 'local_files_only', 'low_cpu_mem_usage', 'max_memory',
+    'offload_folder', 'pretrained_model_name_or_path', 'resume_download', 'revision', 'subfolder', 'token',
+    'trust_remote_code', 'type', 'use_auth_token', 'use_flash_attention_2', 'use_safetensors', 'variant',
+)  # fmt: skip
+#: The remedy where the model that training started from is not found.
+NAME_BASE = '--base has to name a folder with the model that training started from'
 #: Of peft (``AutoPeftModelFor...`` in ``auto.py``).
 _CLASSES_OF_TASKS = {
     'CAUSAL_LM': 'AutoModelForCausalLM',
@@ -36,8 +45,6 @@ _CLASSES_OF_TASKS = {
     'QUESTION_ANS': 'AutoModelForQuestionAnswering',
     'FEATURE_EXTRACTION': 'AutoModel',
 }
-#: What peft adds to the names of tensors that it wraps.
-_WRAPPERS = re.compile(r'(?<=\.)(?:base_layer|original_module|token_adapter|modules_to_save\.[^.]+)\.')
 
 
 @contextmanager
@@ -52,31 +59,41 @@ def refused_as(kind: type[XhfError], what: str) -> Iterator[None]:
         raise kind(f'{what} ({error_text(error)}){remedy}') from None
 
 
-def load_config(base: str, *, trust_remote_code: bool, why: str) -> PretrainedConfig:
+def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = NAME_BASE) -> PretrainedConfig:
     """The config of the model at ``base``, a folder or a name in the local hub cache. Offline.
 
     Args:
         why: Where ``base`` comes from, for messages.
+        remedy: What the user can do if the folder is not there.
 
     Raises:
         BaseModelError: It is missing, or needs custom code.
     """
     from transformers import AutoConfig
 
-    remedy = '--base has to name a folder with the model that training started from'
     with refused_as(BaseModelError, f'{base} ({why}): no usable config.json; {remedy}'):
         if base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
 
 
-def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
-    """Apply arguments of ``from_pretrained`` that are fields of the config, such as ``rope_scaling``."""
+def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> list[str]:
+    """Apply arguments of ``from_pretrained`` that are fields of the config, such as ``rope_scaling``.
+
+    Returns:
+        Names of the options that are neither fields nor of loading.
+    """
+    unknown = []
     for name, value in options.items():
+        if name in ROPE_OPTIONS and set_rope_option(config, name, value):
+            continue
         known = hasattr(config, name) and not name.startswith('_')
         is_plain = isinstance(value, (str, int, float, bool, dict, list, type(None)))
         if known and is_plain and name not in _NOT_FIELDS:
             setattr(config, name, value)
+        elif not known and name not in (*_OF_LOADING, *_NOT_FIELDS):
+            unknown.append(name)
+    return unknown
 
 
 def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -183,7 +200,7 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     Args:
         shapes: Of the trained tensors by name. Names may have a prefix, and components of peft's wrappers.
     """
-    trained = {f'.{_WRAPPERS.sub("", name)}': shape for name, shape in shapes.items()}
+    trained = {f'.{name_in_base(name)}': shape for name, shape in shapes.items()}
     embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
     has_edited = False
     for tensor, names in names_by_identity(model):

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.mapped_files import MappedFile
@@ -123,15 +122,3 @@ def tensors_of(file: Path) -> Iterator[StoredTensor]:
             raise CheckpointError(f'{file}: {entry.name} has dtype {entry.dtype}, which torch cannot read')
         values = mapped.tensor(entry.start, entry.shape, TORCH_DTYPES[entry.dtype])
         yield StoredTensor(entry.name, entry.shape, entry.dtype, (values,))
-
-
-def base_weights(folder: Path) -> dict[str, StoredTensor]:
-    """The weights of a Hugging Face folder, a base model that lends a run its frozen ones; empty if it has none.
-
-    Raises:
-        CheckpointError: Files are missing or damaged.
-    """
-    try:
-        return {tensor.name: tensor for file in weight_files(folder) for tensor in tensors_of(file)}
-    except DamagedError as error:
-        raise CheckpointError(f'base model {folder}: {error}; copy it again') from None

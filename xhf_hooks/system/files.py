@@ -1,4 +1,4 @@
-"""Files of this process: how many may be open, the page cache, and errors that name one."""
+"""Files of this process: how many may be open, the page cache, absolute paths, and errors that name a file."""
 
 from __future__ import annotations
 
@@ -53,6 +53,13 @@ def drop_page_cache(fd: int, start: int, nbytes: int) -> None:
     """
     if hasattr(os, 'posix_fadvise'):
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root, without ``..``, so that its parents are the folders above it. Links keep their names."""
+    parts = path.absolute().parts
+    n_resolved = max((number for number, part in enumerate(parts, 1) if part == '..'), default=0)
+    return Path(*parts[:n_resolved]).resolve().joinpath(*parts[n_resolved:])
 
 
 @contextlib.contextmanager

@@ -69,12 +69,12 @@ COMMANDS = {'xhf-convert': convert, 'xhf-verify': verify}
 
 
 @pytest.mark.parametrize('name', COMMANDS)
-def test_help_begins_with_the_usage_and_ends_with_examples(name, capsys):
+def test_help_begins_with_the_usage_and_the_usual_calls(name, capsys):
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name].main(['--help'])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and said.startswith(f'usage: {name}')
-    assert said.index('options:') < said.index('examples:') and said.count(f'  {name} ') >= 4
+    assert said.index('usual calls:') < said.index('options:') and said.count(f'  {name} ') >= 3
 
 
 @pytest.mark.parametrize('name', COMMANDS)

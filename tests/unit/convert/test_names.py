@@ -177,7 +177,12 @@ def test_an_adapter_needs_no_weights_of_its_base(llama, tmp_path, capsys, kept):
         torch.save(weights, tmp_path / 'base' / 'pytorch_model.bin')
     assert_same_folder_tensors(convert(checkpoint, tmp_path / 'adapter', '--lora', 'adapter'), tmp_path / 'hook')
     capsys.readouterr()
-    assert 'has no safetensors' in refused(capsys, checkpoint, tmp_path / 'out', '--lora', 'merge')
+    if kept == 'bin':
+        save_hf(model, tmp_path / 'merged', lora='merge')
+        merged = convert(checkpoint, tmp_path / 'out', '--lora', 'merge')
+        assert_same_folder_tensors(merged, tmp_path / 'merged')
+    else:
+        assert 'has no files of weights' in refused(capsys, checkpoint, tmp_path / 'out', '--lora', 'merge')
 
 
 def test_a_checkpoint_of_zero_3_without_its_optimizer_files(llama, tmp_path, capsys):

@@ -206,7 +206,7 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
     checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
 
     def without_the_first(load: Any) -> Any:
-        return lambda *args: load(*args[:2], args[2][1:])
+        return lambda *args, **options: load(*args[:2], args[2][1:], **options)
 
     monkeypatch.setattr(huggingface, 'load_empty', without_the_first(huggingface.load_empty))
     monkeypatch.setattr(lora, 'load_empty_adapter', without_the_first(lora.load_empty_adapter))
@@ -215,6 +215,18 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
         said = capsys.readouterr().err
         assert 'would not load' in said and '1 missing' in said and name in said
         assert not (tmp_path / mode).exists()
+
+
+@pytest.mark.parametrize('family', ['llama', 'llama_tied', 'qwen2_vl'])
+def test_a_base_of_bin_files_lends_as_one_of_safetensors(family, tmp_path):
+    if not available(family, MODELS):
+        pytest.skip(f'this transformers has no {family}')
+    base = base_of(family, tmp_path / 'base')
+    checkpoint = checkpoint_of(adapt(from_base(base)), tmp_path / 'run')
+    expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
+    torch.save(load_file(base / WEIGHTS), base / 'pytorch_model.bin')
+    (base / WEIGHTS).unlink()
+    assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
 
 
 def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_load(tmp_path, capsys, monkeypatch):

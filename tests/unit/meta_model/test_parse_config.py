@@ -62,9 +62,52 @@ def test_a_dumped_config_is_read_as_mmengine_reads_it():
     assert parse_config(text, 'dumped.py') == expected
 
 
-def test_an_inherited_config_is_refused():
+LAZY_BASE = 'from mmengine.config import read_base\nwith read_base():\n    from .b import *\n'
+
+
+@pytest.mark.parametrize('text', ["_base_ = './other.py'\nlr = 1", LAZY_BASE])
+def test_an_inherited_config_is_refused(text):
     with pytest.raises(ConfigError, match='inherits'):
-        parse_config("_base_ = './other.py'\nlr = 1", 'a.py')
+        parse_config(text, 'a.py')
+
+
+#: Statements that may change ``model`` after its definition.
+CHANGES = (
+    "model['lora']['lora_alpha'] = 32",
+    'model.lora.lora_alpha = 32',
+    "model['lora'].update(lora_alpha=32)",
+    'model.update(lora=dict(r=4))',
+    "if True:\n    model['lora']['lora_alpha'] = 32",
+    "for part in (model['lora'],):\n    part['lora_alpha'] = 32",
+    "for name in ('lora',):\n    model[name]['lora_alpha'] = 32",
+    "other = model\nother['lora']['lora_alpha'] = 32",
+    "other = model['lora']\nother['lora_alpha'] = 32",
+    "other = model if x else {}\nother['lora']['lora_alpha'] = 32",
+    "other = dict(a=model)\nother['a']['lora']['lora_alpha'] = 32",
+    "lora['lora_alpha'] = 32",
+    "lora |= {'lora_alpha': 32}",
+    "del model['lora']['lora_alpha']",
+    'patch(model)',
+    'x = patch(lora)',
+    "def change():\n    model['lora']['lora_alpha'] = 32\nchange()",
+    "(other := model)['lora']['lora_alpha'] = 32",
+    "globals()['model'] = {}",
+    'with change() as model:\n    pass',
+    'x, model = 1, {}',
+)
+
+
+@pytest.mark.parametrize('statement', CHANGES)
+def test_what_may_have_changed_is_unread(statement):
+    head = "x = 1\nlora = dict(r=4, lora_alpha=16)\nmodel = dict(type='a.B', lora=lora)\nbeside = dict(c=[1])\n"
+    read = parse_config(head + statement, 'a.py')
+    assert isinstance(read['model'], Unread) or isinstance(read['model']['lora'], Unread)
+    assert statement.startswith('globals') or read['beside'] == {'c': [1]}
+    unchanged = (
+        "print(model)\ny = len(model)\nz = model['lora']['r']\nmodel2 = dict(model)\nq = dict(m=model)\n'text'\n"
+    )
+    assert parse_config(head + unchanged, 'a.py')['model'] == {'type': 'a.B', 'lora': {'r': 4, 'lora_alpha': 16}}
+    assert parse_config(head + unchanged, 'a.py')['z'] == 4
 
 
 def hostile_texts(trace: Path) -> dict[str, str]:

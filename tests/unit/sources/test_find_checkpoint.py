@@ -53,13 +53,78 @@ def test_several_models_of_accelerate(tmp_path):
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize('beside', [(), ('optimizer.bin', 'scheduler.bin', 'random_states_0.pkl', 'rng_state_0.pth')])
+@pytest.mark.parametrize(
+    'name', ['iter_5.pth', 'best_loss_iter_5.pth', 'mine.ckpt', 'x.pt', 'pytorch_model.bin', 'model.safetensors']
+)
+def test_the_only_file_of_weights_in_a_folder(tmp_path, name, beside):
+    put(tmp_path, name, *beside, 'log.txt', '20240101_000000/log.txt')
+    assert found(tmp_path) == ('file', name)
+
+
+@pytest.mark.parametrize('beside', [(), ('config.json', 'model.safetensors', 'rng_state.pth', 'optimizer.pt')])
+def test_the_only_tag_folder_where_latest_was_not_copied(tmp_path, beside):
+    zero2(put(tmp_path / 'checkpoint-5', *beside) / 'global_step5')
+    for given in (tmp_path, tmp_path / 'checkpoint-5'):
+        assert found(given) == ('trainer', 'global_step5')
+
+
+@pytest.mark.parametrize('suffix', ['.bin', '.safetensors'])
+def test_a_model_in_several_files(tmp_path, suffix):
+    """As zero_to_fp32 writes it. Each of them, and the folder, is the whole."""
+    names = [f'pytorch_model-0000{number}-of-00002{suffix}' for number in (1, 2)]
+    put(tmp_path, *names, 'pytorch_model.bin.index.json')
+    for given in (tmp_path, *(tmp_path / name for name in names)):
+        assert [file.name for file in find_checkpoint(given).model_files] == names
+
+
+RUN_FOLDERS = {
+    'mmengine': ('work/iter_4.pth/mp_rank_00_model_states.pt', ['work/iter_4.pth', 'work']),
+    'mmengine, a file': ('work/iter_4.pth', ['work']),
+    'deepspeed': ('run/global_step4/mp_rank_00_model_states.pt', ['run/global_step4', 'run']),
+    'trainer': (
+        'run/checkpoint-4/global_step4/mp_rank_00_model_states.pt',
+        ['run/checkpoint-4/global_step4', 'run/checkpoint-4', 'run']),
+    'accelerate': (
+        'run/step_4/pytorch_model/mp_rank_00_model_states.pt', ['run/step_4/pytorch_model', 'run/step_4', 'run']),
+    'FSDP, whole': ('run/step_4/pytorch_model_fsdp.bin', ['run/step_4', 'run']),
+    'FSDP': ('run/step_4/pytorch_model_fsdp_0/.metadata', ['run/step_4/pytorch_model_fsdp_0', 'run/step_4', 'run']),
+    'DCP': ('run/step_4/.metadata', ['run/step_4', 'run']),
+    'a file': ('run/mine.ckpt', ['run']),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', RUN_FOLDERS)
+def test_which_folders_are_the_runs_from_wherever_it_is_named(tmp_path, case, monkeypatch):
+    file, expected = RUN_FOLDERS[case]
+    put(tmp_path, file, 'elsewhere/x')
+    checkpoint = tmp_path / expected[0] if len(expected) > 1 and not file.endswith('.bin') else tmp_path / file
+    beside = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    for cwd, given in {
+        tmp_path: checkpoint.relative_to(tmp_path),
+        beside: '.' if checkpoint.is_dir() else checkpoint.name,
+        tmp_path / 'elsewhere': Path('..') / checkpoint.relative_to(tmp_path),
+        beside.parent: Path(beside.name, '..', beside.name, checkpoint.name if checkpoint.is_file() else ''),
+    }.items():
+        monkeypatch.chdir(cwd)
+        assert find_checkpoint(given).run_folders == tuple(tmp_path / folder for folder in expected)
+
+
 REFUSED = {
     'nothing there': ('nowhere', [], 'no such file or folder'),
     'an empty folder': ('', [], 'not a checkpoint'),
     'a folder of something else': ('', ['a.txt', 'config.json'], 'not a checkpoint'),
     'several of mmengine': ('', ['iter_9.pth', 'iter_10.pth', 'iter_8.pth'], r'several checkpoints \(iter_10\.pth,'),
     'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a checkpoint'),
-    'safetensors': ('m.safetensors', ['m.safetensors'], 'already a safetensors file'),
+    'safetensors of a model': ('model.safetensors', ['model.safetensors', 'config.json'], 'a Hugging Face folder'),
+    'a part of several files': (
+        'x-00001-of-00003.bin', ['x-00001-of-00003.bin', 'x-00002-of-00003.bin'], 'x-00003-of-00003.bin missing; copy'),
+    'one of several and another': ('', ['iter_9.pth', 'best_1.pth'], r'several checkpoints \(iter_9.pth, best_'),
+    'the last model of Trainer and an earlier one': (
+        '', ['model.safetensors', 'config.json', 'checkpoint-5/latest'], r'\(checkpoint-5, model.safetensors\)'),
+    'two formats': ('', ['pytorch_model.bin', 'model.safetensors'], 'several checkpoints'),
+    'two models in several files': ('', ['a-00001-of-00001.bin', 'b-00001-of-00001.bin'], 'several checkpoints'),
+    'what has no weights': ('', ['optimizer.bin', 'random_states_0.pkl'], 'it holds optimizer.bin, random_st'),
     'parts of FSDPStrategy': ('iter_2.pth', ['iter_2.pth/rank0.pth'], "state_dict_cfg='full'"),
     'a part of DCP': ('a/__0_0.distcp', ['a/__0_0.distcp', 'a/.metadata'], 'one part of a checkpoint; give its folder'),
     'DCP without its index': ('', ['__0_0.distcp'], r'/\.metadata: missing.*torch\.distributed\.checkpoint'),

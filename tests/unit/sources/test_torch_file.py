@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from tests.helpers.checks.compare import assert_same_tensors
 from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all, read_tensors
 from tests.helpers.runs.torch_zip import pickled, write_torch_zip
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.sources.stored_tensors import base_weights
+from xhf_hooks.sources.checkpoint.base_weights import base_weights
 
 
 def test_every_element_type(tmp_path):
@@ -38,13 +38,53 @@ def test_views(tmp_path):
     assert [(spec.name, spec.aliases) for spec in source.specs() if spec.aliases] == [('whole', ('again',))]
 
 
-@pytest.mark.parametrize('top', ['state_dict', 'module', 'model', None])
+@pytest.mark.parametrize('top', ['state_dict', 'module', 'model', 'model_state_dict', 'net', None])
 def test_where_the_state_dict_is(tmp_path, top):
     weights = {'w': torch.ones(2), 'b': torch.zeros(1)}
-    torch.save(weights if top is None else {'other': {}, top: weights}, tmp_path / 'iter_7.pth')
+    beside = {'other': {}, 'loss': torch.tensor(1.0), 'optimizer': {'scale': torch.ones(1), 'a': torch.ones(2)}}
+    torch.save(weights if top is None else {**beside, top: weights}, tmp_path / 'iter_7.pth')
     source = open_checkpoint(tmp_path / 'iter_7.pth')
     assert_same_tensors(read_all(source), weights)
+    assert source.warnings == []
     assert source.iteration == 7 and source.config_text is None
+
+
+def test_further_weights_are_told_and_not_chosen_between(tmp_path):
+    weights = {'w': torch.ones(2), 'b': torch.zeros(1)}
+    torch.save({'model': weights, 'ema': weights}, tmp_path / 'a.pth')
+    (warning,) = open_checkpoint(tmp_path / 'a.pth').warnings
+    assert warning == f"{tmp_path / 'a.pth'}: the weights in 'model' are converted, those in ema are not"
+    torch.save({'actor': weights, 'critic': weights}, tmp_path / 'b.pth')
+    with pytest.raises(CheckpointError, match=r'holds several state dicts \(actor, critic\); save the one'):
+        open_checkpoint(tmp_path / 'b.pth')
+
+
+def test_what_a_file_without_weights_holds_is_told(tmp_path):
+    torch.save(torch.nn.Linear(2, 3), tmp_path / 'whole.pt')
+    with pytest.raises(CheckpointError, match=r'an object of the class Linear, .* its state_dict\(\)'):
+        open_checkpoint(tmp_path / 'whole.pt')
+    torch.save({'epoch': 3, 'lr': 0.1}, tmp_path / 'x.pt')
+    with pytest.raises(CheckpointError, match='holds no weights; it holds epoch, lr'):
+        open_checkpoint(tmp_path / 'x.pt')
+
+
+@pytest.mark.parametrize('suffix', ['.bin', '.safetensors'])
+def test_weights_in_several_files(tmp_path, suffix):
+    weights = {'w': torch.randn(2, 3), 'b': torch.zeros(1)}
+    for number, (name, tensor) in enumerate(weights.items(), 1):
+        write = torch.save if suffix == '.bin' else save_file
+        write({name: tensor}, tmp_path / f'pytorch_model-0000{number}-of-00002{suffix}')
+    assert_same_tensors(read_all(open_checkpoint(tmp_path)), weights)
+
+
+LFS_POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n'
+
+
+@pytest.mark.parametrize('name', ['x.pth', 'model.safetensors'])
+def test_a_pointer_of_git_lfs_is_told(tmp_path, name):
+    (tmp_path / name).write_bytes(LFS_POINTER)
+    with pytest.raises((CheckpointError, DamagedError), match='a pointer of Git LFS, not the file itself; run git lfs'):
+        open_checkpoint(tmp_path / name)
 
 
 def zipped(*names: str):
@@ -122,6 +162,19 @@ def test_those_of_each_file_that_the_index_names(tmp_path):
     for name, file in files.items():
         save_file({name: TENSORS[name]}, tmp_path / file)
     (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': files}))
+    assert_same_tensors(read_tensors(base_weights(tmp_path).values()), TENSORS)
+
+
+def test_files_of_torch_in_one_or_several(tmp_path):
+    torch.save({**TENSORS, 'again': TENSORS['a']}, tmp_path / 'pytorch_model.bin')
+    found = base_weights(tmp_path)
+    assert found.pop('again') is found['a'], 'it is stored once'
+    assert_same_tensors(read_tensors(found.values()), {**TENSORS, 'again': TENSORS['a']})
+    files = {name: f'pytorch_model-{name}.bin' for name in TENSORS}
+    for name, file in files.items():
+        torch.save({name: TENSORS[name]}, tmp_path / file)
+    (tmp_path / 'pytorch_model.bin').unlink()
+    (tmp_path / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': files}))
     assert_same_tensors(read_tensors(base_weights(tmp_path).values()), TENSORS)
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.text import some
+from xhf_hooks.system.files import absolute
 
 _NUMBERED = re.compile(r'(iter_|epoch_|checkpoint-)\d+(\.pth)?')
 _DCP_INDEX = '.metadata'
-_FSDP_FOLDER, _FSDP_WHOLE = re.compile(r'pytorch_model_fsdp_\d+'), 'pytorch_model_fsdp.bin'
+_FSDP_NAME = re.compile(r'pytorch_model_fsdp(_\d+|\.bin)')
 #: The file of a rank: with model weights (of rank 0 alone at stages 0 to 2), or of the optimizer.
 _PART = re.compile(
     r'(bf16_)?(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_)?mp_rank_00_(?P<kind>model|optim)_states\.pt', re.ASCII
@@ -32,6 +35,13 @@ _UNSUPPORTED = re.compile(
 )
 #: Of transformers and peft, whole or in parts.
 _HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
+_HF_CONFIGS = ('config.json', 'adapter_config.json')
+#: One of several files with the weights of a model, as ``save_pretrained`` and ``zero_to_fp32`` write them.
+_SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.bin|\.safetensors)', re.ASCII)
+_WEIGHT_SUFFIXES = ('.pth', '.pt', '.bin', '.ckpt', '.safetensors')
+#: What Trainer and Accelerate write beside weights: optimizers, schedulers, random states, data loaders, arguments.
+_NO_WEIGHTS = re.compile(r'(optimizer|scheduler|scaler|sampler|dl_state|training_args|rng_state|random_states).*')
+_READY = 'a Hugging Face folder already, ready to load; xhf-verify checks it'
 _STRATEGY_FILE = re.compile(r'rank\d+\.pth')
 
 
@@ -40,13 +50,13 @@ class FoundCheckpoint:
     """A checkpoint recognised by its file names.
 
     Attributes:
-        path: The checkpoint: DeepSpeed's tag folder, or one file.
+        path: The checkpoint: DeepSpeed's tag folder, or one file. It is absolute.
         layout: ``'mmengine'`` (a tag folder ``iter_N.pth`` or ``epoch_N.pth``), ``'deepspeed'`` (``latest`` or a
             tag folder of another name), ``'trainer'`` (``checkpoint-N``, transformers or Axolotl),
-            ``'accelerate'`` (``pytorch_model``), ``'dcp'`` (torch.distributed.checkpoint), or ``'file'`` (one ``.pth``
-            with all weights).
+            ``'accelerate'`` (``pytorch_model``), ``'dcp'`` (torch.distributed.checkpoint), or ``'file'`` (all weights
+            in one ``.pth`` or in the ``.bin`` or safetensors files of one model).
         model_files: ``*_model_states.pt`` in rank order (one at stages 0 to 2), the ``.distcp`` files sorted by name,
-            or the one file.
+            or the one file, or all files of a model that is in several.
         optim_files: ``*_optim_states.pt`` in rank order; DeepSpeed's layouts only.
     """
 
@@ -60,6 +70,20 @@ class FoundCheckpoint:
         """Total size of these files."""
         return sum(file.stat().st_size for file in (*self.model_files, *self.optim_files))
 
+    @property
+    def run_folders(self) -> tuple[Path, ...]:
+        """Folders whose Hugging Face files are those of this run, the nearest first.
+
+        MMEngine's checkpoints lie in the work_dir, and those of ``save_checkpoint(DIR)`` in DIR: what lies higher is of
+        other runs and models. Trainer and scripts with Accelerate also write into the folder above ``checkpoint-500``
+        or the folder of ``save_state``.
+        """
+        own = () if self.layout == 'file' else (self.path,)
+        folder = self.path.parent
+        is_state = _FSDP_NAME.fullmatch(self.path.name) or any(folder.glob('random_states_*.pkl'))
+        above = (folder.parent,) if is_state or self.layout in ('trainer', 'accelerate') else ()
+        return (*own, folder, *above)
+
 
 def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     """Find the checkpoint at ``path``: a work_dir, a tag folder, its parent, or a file.
@@ -67,7 +91,7 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     Raises:
         CheckpointError: There is none, there are several, or files are missing.
     """
-    given = Path(path).expanduser()
+    given = absolute(Path(path).expanduser())
     if not given.exists():
         raise CheckpointError(f'{given}: no such file or folder; give a checkpoint or the work_dir of a run')
     target = _follow(given) if given.is_dir() else given
@@ -76,9 +100,30 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     _refuse_unsupported(target)
     if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
         raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
-    if target.suffix == '.safetensors':
-        raise CheckpointError(f'{target}: already a safetensors file; give a checkpoint of torch.save or DeepSpeed')
-    return FoundCheckpoint(target, 'file', (target,))
+    is_of_folder = any((target.parent / name).is_file() for name in _HF_CONFIGS)
+    if target.suffix == '.safetensors' and is_of_folder:
+        raise CheckpointError(f'{target.parent}: {_READY}')
+    files = _with_siblings(target)
+    return FoundCheckpoint(files[0], 'file', files)
+
+
+def _with_siblings(file: Path) -> tuple[Path, ...]:
+    """The file, or all files of the model of which it has a part.
+
+    Raises:
+        CheckpointError: One of them is missing.
+    """
+    shard = _SHARD.fullmatch(file.name)
+    if shard is None:
+        return (file,)
+    total = shard['total']
+    names = [f'{shard["stem"]}-{number:05d}-of-{total}{shard["suffix"]}' for number in range(1, int(total) + 1)]
+    missing = [name for name in names if not (file.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f'{file}: one of {int(total)} files of a model, and {some(missing)} missing; copy them, too'
+        )
+    return tuple(file.parent / name for name in names)
 
 
 def _is_of_dcp(name: str) -> bool:
@@ -98,19 +143,55 @@ def _follow(folder: Path) -> Path:
         for pointer in ('last_checkpoint', 'latest', 'latest_universal'):
             if pointer in names:
                 return _named_by(folder / pointer)
-        if models and _FSDP_FOLDER.fullmatch(models[0]):
-            return folder / models[0]
-        if _FSDP_WHOLE in names:
-            return folder / _FSDP_WHOLE
-    candidates = models or sorted(filter(_NUMBERED.fullmatch, names), key=lambda name: (len(name), name))
+        found = next(filter(_FSDP_NAME.fullmatch, [*models, *names]), None)
+        if found is not None:
+            return folder / found
+    return _only_checkpoint(folder, names, models)
+
+
+def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) -> Path:
+    """The one checkpoint in a folder where no file names it.
+
+    Args:
+        names: What is in the folder.
+        models: Folders in it that Accelerate wrote, each with a model.
+
+    Raises:
+        CheckpointError: There is none, or there are several.
+    """
+    hf_weights = [name for name in names if _HF_WEIGHTS.fullmatch(name)]
+    candidates = models or [name for name in names if name not in hf_weights and _is_candidate(folder / name)]
+    beside = hf_weights if any(map(_NUMBERED.fullmatch, candidates)) else []  # the model that Trainer saves at the end
+    if not candidates:
+        if any(name in names for name in _HF_CONFIGS) and any(name.endswith('.safetensors') for name in hf_weights):
+            raise CheckpointError(f'{folder}: {_READY}')
+        candidates = [name for name in hf_weights if not name.startswith('adapter_model')]
+        parts = [_SHARD.fullmatch(name) for name in candidates]
+        if all(parts) and len({(part['stem'], part['total'], part['suffix']) for part in parts if part}) == 1:
+            candidates = candidates[:1]
+    newest_first = sorted(candidates, key=lambda name: (len(name), name), reverse=True)
+    if len(candidates) + len(beside) > 1:
+        raise CheckpointError(
+            f'{folder}: holds several checkpoints ({some([*newest_first, *beside])}); give one of them'
+        )
     if candidates:
-        raise CheckpointError(f'{folder}: holds several checkpoints ({some(candidates[::-1])}); give one of them')
-    if any(name in names for name in ('config.json', 'adapter_config.json')) and any(map(_HF_WEIGHTS.fullmatch, names)):
-        raise CheckpointError(f'{folder}: a Hugging Face folder already, ready to load; xhf-verify checks it')
+        only = folder / candidates[0]
+        return _follow(only) if only.is_dir() else only
+    found = f'it holds {some(names, 5)}' if names else 'it is empty'
     raise CheckpointError(
-        f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest; give a checkpoint or '
-        f'the work_dir of a run'
+        f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest, and no file of weights; '
+        f'{found}. Give a checkpoint or the work_dir of a run'
     )
+
+
+def _is_candidate(path: Path) -> bool:
+    """Whether this may be a checkpoint: a folder of an engine, or a file whose name does not say something else."""
+    if _NUMBERED.fullmatch(path.name):
+        return True
+    with suppress(OSError):  # a folder of somebody else, which cannot be read
+        if path.is_dir():
+            return any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in os.listdir(path))
+    return path.suffix in _WEIGHT_SUFFIXES and not _NO_WEIGHTS.fullmatch(path.name)
 
 
 def _named_by(pointer: Path) -> Path:
@@ -173,6 +254,6 @@ def _find_parts(folder: Path) -> FoundCheckpoint:
 def _layout(folder: Path) -> str:
     if folder.suffix == '.pth':
         return 'mmengine'
-    if re.fullmatch(r'checkpoint-[0-9]+', folder.absolute().parent.name):
+    if re.fullmatch(r'checkpoint-[0-9]+', folder.parent.name):
         return 'trainer'
     return 'accelerate' if folder.name.startswith('pytorch_model') else 'deepspeed'

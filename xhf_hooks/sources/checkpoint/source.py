@@ -24,15 +24,17 @@ from xhf_hooks.sources.checkpoint.states import (
     not_tensors_in,
     parsing,
     tensors_in,
+    tensors_in_files,
     trained_dtype,
 )
 from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.sources.checkpoint.unpickler import Inert
+from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
-#: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers.
-_KEYS = ('state_dict', 'module', 'model')
-#: The name of one of several files, as ``save_pretrained`` writes them.
-_PART_OF_SEVERAL = re.compile(r'-\d{5}-of-(\d{5})\.', re.ASCII)
+#: Keys of the state dict: MMEngine, DeepSpeed (also save_16bit_model), many trainers, torch's tutorials.
+_KEYS = ('state_dict', 'module', 'model', 'model_state_dict')
+#: Keys of tensors that are no weights to choose between: the other half of MMEngine's EMAHook, states of optimizers.
+_BESIDE_WEIGHTS = re.compile(r'ema_state_dict|.*optim.*|.*sched.*|.*scaler.*|.*rng.*|.*random.*')
 
 
 class CheckpointSource:
@@ -74,7 +76,8 @@ class CheckpointSource:
             model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
         self.tensors = {tensor.name: tensor for tensor in tensors}
         if not self.tensors:
-            raise CheckpointError(f'{found.path}: holds no weights; take another checkpoint')
+            held = f'it holds {some([str(key) for key in model.content])}' if model.content else 'it is empty'
+            raise CheckpointError(f'{found.path}: holds no weights; {held}. Take another checkpoint')
         stored = {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
         lacking = [name for name in model.module if name not in stored]
         if lacking:
@@ -96,19 +99,15 @@ class CheckpointSource:
 
     def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:
         file = self.found.path
-        if (part := _PART_OF_SEVERAL.search(file.name)) and int(part[1]) > 1:
-            raise CheckpointError(
-                f'{file}: holds a part of the weights, since it is one of {int(part[1])} files; put all of them into '
-                f'the folder of config.json, and load and save that with from_pretrained and save_pretrained'
-            )
-        content = load_torch_file(file)
-        if not isinstance(content, dict):
-            raise CheckpointError(
-                f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
-            )
-        state_dicts = {key: tensors_in(content[key]) for key in _KEYS if isinstance(content.get(key), dict)}
-        key = next((key for key, tensors in state_dicts.items() if tensors), None)
-        tensors = tensors_in(content) if key is None else state_dicts[key]
+        if file.suffix == '.safetensors':
+            return ModelState(file, {}, {}), [tensor for each in self.found.model_files for tensor in tensors_of(each)]
+        content = (
+            load_torch_file(file) if len(self.found.model_files) == 1 else tensors_in_files(self.found.model_files)
+        )
+        key, tensors = _state_dict_in(file, content)
+        passed_over = [name for name in _nested(content) if name != key and not _BESIDE_WEIGHTS.fullmatch(name)]
+        if passed_over:
+            self.warnings.append(f'{file}: the weights in {key!r} are converted, those in {some(passed_over)} are not')
         live = _live(content, tensors) if key == 'state_dict' else None
         self.averages = live is not None
         if live is not None and ema:
@@ -147,6 +146,42 @@ class CheckpointSource:
         return first, tensors
 
 
+def _nested(content: Mapping[Any, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of each state dict in a checkpoint, by its key."""
+    found = {
+        key: tensors_in(value) for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)
+    }
+    return {key: tensors for key, tensors in found.items() if tensors}
+
+
+def _state_dict_in(file: Path, content: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
+    """The key of the state dict and its tensors. The key is None if the content is the state dict itself.
+
+    Raises:
+        CheckpointError: There is none, or it is not clear which one is meant.
+    """
+    if isinstance(content, Inert) and not tensors_in(content) and not _nested(content):
+        raise CheckpointError(
+            f'{file}: holds an object of the class {type(content).__name__}, not a state dict; load it where its code '
+            f'is, with torch.load(..., weights_only=False), and save its state_dict() with torch.save'
+        )
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
+        )
+    nested = _nested(content)
+    known = next((key for key in _KEYS if key in nested), None)
+    if known is not None:
+        return known, nested[known]
+    own = tensors_in(content)
+    keys = [key for key, tensors in nested.items() if len(tensors) > len(own) and not _BESIDE_WEIGHTS.fullmatch(key)]
+    if len(keys) > 1:
+        raise CheckpointError(
+            f'{file}: holds several state dicts ({some(keys)}); save the one that is meant with torch.save'
+        )
+    return (keys[0], nested[keys[0]]) if keys else (None, own)
+
+
 def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """MMEngine's EMAHook swaps both before it saves (``hooks/ema_hook.py``, ``_swap_ema_state_dict``)."""
     swapped = content.get('ema_state_dict')
@@ -157,7 +192,7 @@ def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> d
 
 def _number_in(found: FoundCheckpoint) -> int | None:
     """The iteration in the name of the folder or file, or of Trainer's folder; None for epochs."""
-    for path in (found.path, found.path.absolute().parent):
+    for path in (found.path, found.path.parent):
         if match := re.fullmatch(r'(?:iter_|checkpoint-)(\d{1,15})(?:\.pth)?', path.name, re.ASCII):
             return int(match[1])
     return None

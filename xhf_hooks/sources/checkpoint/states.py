@@ -6,7 +6,7 @@ Keys: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,6 +182,12 @@ def _steps(base: Any) -> int | None:
 def tensors_in(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a state dict."""
     return {name: t for name, t in values.items() if isinstance(t, torch.Tensor) and isinstance(name, str)}
+
+
+def tensors_in_files(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """The tensors of a model that ``torch.save`` wrote into several files, each with a part of the state dict."""
+    contents = map(load_torch_file, files)
+    return {name: tensor for part in contents if isinstance(part, dict) for name, tensor in tensors_in(part).items()}
 
 
 def not_tensors_in(values: Mapping[Any, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.safetensors import LFS_MAGIC, LFS_PROBLEM
 from xhf_hooks.sources.checkpoint.unpickler import Storage, UnsafePickle, load_pickle
 from xhf_hooks.sources.mapped_files import COPY_HINT, MappedFile
 
@@ -52,6 +53,8 @@ def load_mapped(file: MappedFile) -> Any:
                 f'{file.path}: in the format of torch before 1.6, which is not supported; if you trust it, load it '
                 f'with torch.load(..., weights_only=False), and save it again with torch.save'
             )
+        if file.data[: len(LFS_MAGIC)] == LFS_MAGIC:
+            raise CheckpointError(f'{file.path}: {LFS_PROBLEM}')
         if file.data[:4] != _ZIP_MAGIC:
             raise CheckpointError(
                 f'{file.path}: not a file of torch.save; give a .pth file or the folder of a checkpoint'

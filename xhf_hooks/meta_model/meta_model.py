@@ -1,0 +1,152 @@
+"""The trained model on the meta device, and the base models that lend it what the checkpoint lacks."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from xhf_hooks.base_files import base_folder
+from xhf_hooks.meta_model import transformers_model
+from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
+from xhf_hooks.meta_model.placing import find_prefix
+from xhf_hooks.model import names_by_identity
+from xhf_hooks.sources.stored_tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model.
+
+    Attributes:
+        folder: Where it is, as it was given.
+        model: As it was built. Since then, peft may have adapted it.
+        names: Names in it, by ``id`` of the meta model's tensor.
+        weights: Its weights by these names, none if it has no files of them; None if it is not on this machine.
+    """
+
+    folder: str
+    model: PreTrainedModel
+    names: Mapping[int, list[str]]
+    weights: Mapping[str, StoredTensor] | None
+
+    def is_frozen(self, tensor: torch.Tensor) -> bool:
+        """Whether the run is known to have frozen one of its tensors: by peft, or by an option of XTuner's model.
+
+        Buffers count as frozen if parameters are.
+        """
+        has_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
+        return has_frozen and not tensor.requires_grad
+
+    def may_lack(self, tensor: torch.Tensor) -> bool:
+        """Whether transformers loads the model without this one of its tensors."""
+        patterns = getattr(self.model, '_keys_to_ignore_on_load_missing', None) or ()
+        return any(re.search(pattern, name) for pattern in patterns for name in self.names[id(tensor)])
+
+    def why_not_lent(self, found: StoredTensor | None, shape: tuple[int, ...]) -> str:
+        """Why it cannot lend a tensor of this shape, to continue a message.
+
+        Args:
+            found: What it has of that name.
+        """
+        if self.weights is None:
+            return f'and {self.folder} is not on this machine'
+        if not self.weights:
+            return f'and {self.folder} has no files of weights to read them from'
+        if found is None:
+            return f'and {self.folder} lacks them, too'
+        told = f'and {self.folder} has {found.shape} for {shape}'
+        if len(shape) > 1 and found.shape[1:] == shape[1:] and found.shape[0] < shape[0]:
+            told += ': if training added rows, nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3)'
+        return told
+
+
+@dataclass
+class MetaModel:
+    """The trained model on the meta device, and the base models of its parts.
+
+    Attributes:
+        described_by: The config that it was built from, for messages.
+        stored: The checkpoint's tensors, by each of their names.
+        path: The option ``module``; it chooses the model where the checkpoint has several.
+        has_config_of_base: Whether its config is the base's, since the run has left none of its own.
+    """
+
+    described_by: str
+    stored: Mapping[str, StoredTensor]
+    trust_remote_code: bool
+    path: str | None = None
+    module: nn.Module = field(default_factory=nn.Module)
+    bases: list[Base] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    has_config_of_base: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the checkpoint's tensors, by each of their names."""
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def base_of(self, tensor: torch.Tensor) -> Base | None:
+        """The base that has a tensor of the meta model; None if training made it."""
+        return next((base for base in self.bases if id(tensor) in base.names), None)
+
+    def find_prefix(self, model: nn.Module, where: str) -> str:
+        """The prefix of a model's tensors in the checkpoint; see :func:`.placing.find_prefix`."""
+        weights = [base.weights or {} for base in self.bases]
+        in_files = [tensor.name for each in weights for tensor in each.values()]
+        return find_prefix(model, in_files, self.stored, self.path, where)
+
+    def config_in(self, folder: str, why: str, remedy: str = transformers_model.NAME_BASE) -> PretrainedConfig:
+        """The config of the model in a folder, or of its name in the local hub cache."""
+        trust = self.trust_remote_code
+        return transformers_model.load_config(folder, trust_remote_code=trust, why=why, remedy=remedy)
+
+    def built(
+        self,
+        folder: str,
+        config: PretrainedConfig,
+        auto_class: str | None = None,
+        of_base: PretrainedConfig | None = None,
+    ) -> PreTrainedModel:
+        """Build a model from its config, edited to fit the checkpoint, and record its base.
+
+        Args:
+            folder: That of the base, or its name in the local hub cache.
+            auto_class: The name of the model's class; None: the one that the config names.
+            of_base: The base's own config, where training has another.
+        """
+        trust = self.trust_remote_code
+        of_base = copy.deepcopy(of_base or config)
+        model = transformers_model.build(config, auto_class, trust_remote_code=trust)
+        if transformers_model.fit_config(config, model, self.shapes):
+            model = transformers_model.build(config, auto_class, trust_remote_code=trust)
+        if getattr(config, 'auto_map', None) and not trust:
+            self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
+        names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
+        found = BaseWeights() if where is None else weights_of_base(type(model), of_base, where)
+        if found.loaded is not None:
+            transformers_model.take_dtypes_of_parts(model.config, found.loaded.config)
+        conversions = getattr(found.loaded, '_weight_conversions', None)
+        if conversions is None and all(found.tensors.keys() & set(each) for each in names.values()):
+            conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
+        if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
+            model._weight_conversions = conversions
+        self.bases.append(Base(folder, model, names, None if where is None else found.tensors))
+        self.notes += found.notes
+        return model
+
+    def forget_built(self, notes: Sequence[str]) -> None:
+        """Forget the only model, which is to be built otherwise.
+
+        Args:
+            notes: Those that hold for the next one.
+        """
+        self.bases, self.notes = [], [*notes]
