@@ -16,6 +16,7 @@ from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_m
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks.cli.convert import main
+from xhf_hooks.convert import Conversion
 
 OWN = 'OF TRAINING'
 
@@ -266,3 +267,20 @@ def test_help_fits_two_screens_and_begins_with_the_usual_calls(capsys, monkeypat
     assert lines[0].startswith('usage: ') and lines[2] == 'usual calls:'
     assert sum(line.startswith('  xhf-convert ') for line in lines[3:9]) == 3
     assert len(lines) <= 2 * 24
+
+
+def test_a_conversion_does_not_replace_what_another_wrote_meanwhile(base, tmp_path, monkeypatch, capsys):
+    run = Conversion.run
+    command = [str(made(tmp_path / 'ckpt' / 'global_step5')), str(tmp_path / 'out'), '--base', str(base)]
+
+    def run_second(conversion: Conversion, *args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        convert(*command)
+        return run(conversion, *args, **options)
+
+    monkeypatch.setattr(Conversion, 'run', run_second)
+    assert main([*command, '--dtype', 'float32']) == 2
+    assert f'{tmp_path / "out"} exists, since another process has written it' in capsys.readouterr().err
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'bfloat16'
+    convert(*command, '--dtype', 'float32', '--overwrite')
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'float32'
