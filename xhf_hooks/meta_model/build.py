@@ -115,7 +115,7 @@ def _child_of_xtuners(
     if unknown:
         meta_model.notes.append(f'{where}: options of model.{name} that {type(config).__name__} lacks: {some(unknown)}')
     if name != 'visual_encoder':
-        _enlarge_context(config, model.get('max_position_embeddings'))
+        meta_model.notes += _enlarge_context(config, model.get('max_position_embeddings'), where)
     return meta_model.built(folder, config, auto_class)
 
 
@@ -251,12 +251,18 @@ def _is_xtuners(model: Mapping[str, Any]) -> bool:
     return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
 
 
-def _enlarge_context(config: PretrainedConfig, wanted: Any) -> None:
-    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
+def _enlarge_context(config: PretrainedConfig, wanted: Any, where: str) -> list[str]:
+    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``; a note where it cannot be done."""
     now = getattr(config, 'max_position_embeddings', None)
-    if type(wanted) is int and type(now) is int and has_rope(config):
-        factor = float(-(-wanted // now)) if wanted > now else 1.0
-        set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor})
+    if type(wanted) is not int or type(now) is not int or not has_rope(config):
+        return []
+    factor = float(-(-wanted // now)) if wanted > now else 1.0
+    if set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor}):
+        return []
+    return [
+        f'{where}: model.max_position_embeddings is not applied, since {type(config).__name__} has RoPE for each kind '
+        f'of layer; set rope_parameters in the config.json of OUT to those of training'
+    ]
 
 
 def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:
