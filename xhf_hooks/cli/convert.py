@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             'notes': list(conversion.warnings),
         }
     with progress('converting') as on_progress:
-        committed = conversion.run(args.out, on_progress)
+        committed = conversion.run(args.out, on_progress, overwrite=args.overwrite)
     _warn(committed.warnings)
     cost, files = committed.cost, sorted(path.name for path in Path(committed.path).iterdir())
     say(f'wrote {committed.path}: {some(files, _MOST_NAMES)}')

@@ -238,10 +238,11 @@ class Conversion:
             f'checkpoint; their 16-bit weights are widened'
         ]
 
-    def run(self, out: Path, on_progress: Callable[[int, int], None]) -> CommittedCheckpoint:
+    def run(self, out: Path, on_progress: Callable[[int, int], None], *, overwrite: bool) -> CommittedCheckpoint:
         """Write and commit. Libraries may print content of the tokenizer's files.
 
         Args:
+            overwrite: Whether ``out`` may be replaced. Another conversion may have written it in the meantime.
             on_progress: Called in this thread with bytes done and total bytes.
 
         Raises:
@@ -250,7 +251,8 @@ class Conversion:
         options, plan = self._options, self.outputs.plan
         tokenizer, eos_token_ids, notes = self._find_tokenizer()
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
-        target.claim([*base_dirs_of(self._meta_model.module), *filter(None, [options.base])])
+        bases = [*base_dirs_of(self._meta_model.module), *filter(None, [options.base])]
+        target.claim(bases, may_replace=overwrite)
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()

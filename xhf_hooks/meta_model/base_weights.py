@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import Problems, load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
-from xhf_hooks.model import module_tensors
+from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.sources.checkpoint.base_weights import base_weights
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
@@ -62,10 +64,20 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     try:
         found = load_recorded(kind, config, stored)
     except Exception as error:  # the class may be custom code; transformers may lack accelerate
+        if _has_all_names(kind, config, stored):  # transformers before 4.48 loads no tensors that it is given
+            return BaseWeights(stored)
         told = f'{kind.__name__} did not tell its names in memory, so those in the files are taken'
         note = f'{folder}: {told} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
     return BaseWeights(found.tensors, found.model)
+
+
+def _has_all_names(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> bool:
+    """Tells whether the files have each tensor of the class under its name in memory, so that nothing was renamed."""
+    with suppress(Exception):  # as in the caller
+        model = build_on_meta(kind, config)
+        return all(any(name in stored for name in names) for _, names in names_by_identity(model))
+    return False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
+#: Options that freeze, and the parts that they freeze, in LLaVAModel and in InternVL_V1_5 (xtuner ``model/internvl.py``).
+_FROZEN_BY = {
+    'freeze_llm': {'llm', 'language_model'},
+    'freeze_visual_encoder': {'visual_encoder', 'vision_model'},
+}
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 
 
@@ -68,6 +73,8 @@ def build_meta_model(
             _build_xtuners(meta_model, config.model, config.where, base)
         elif base is not None or folder is not None:
             _build_of_transformers(meta_model, found, base)
+            if config is not None and config.model is not None:
+                _freeze(meta_model.module, config.model)
         else:
             problem = 'no config was found' if config is None else f'{config.where} has no supported model'
             problem += f' ({"; ".join(notes)})' if notes else ''
@@ -115,7 +122,7 @@ def _child_of_xtuners(
     if unknown:
         meta_model.notes.append(f'{where}: options of model.{name} that {type(config).__name__} lacks: {some(unknown)}')
     if name != 'visual_encoder':
-        _enlarge_context(config, model.get('max_position_embeddings'))
+        meta_model.notes += _enlarge_context(config, model.get('max_position_embeddings'), where)
     return meta_model.built(folder, config, auto_class)
 
 
@@ -251,12 +258,18 @@ def _is_xtuners(model: Mapping[str, Any]) -> bool:
     return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
 
 
-def _enlarge_context(config: PretrainedConfig, wanted: Any) -> None:
-    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``."""
+def _enlarge_context(config: PretrainedConfig, wanted: Any, where: str) -> list[str]:
+    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``; a note where it cannot be done."""
     now = getattr(config, 'max_position_embeddings', None)
-    if type(wanted) is int and type(now) is int and has_rope(config):
-        factor = float(-(-wanted // now)) if wanted > now else 1.0
-        set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor})
+    if type(wanted) is not int or type(now) is not int or not has_rope(config):
+        return []
+    factor = float(-(-wanted // now)) if wanted > now else 1.0
+    if set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor}):
+        return []
+    return [
+        f'{where}: model.max_position_embeddings is not applied, since {type(config).__name__} has RoPE for each kind '
+        f'of layer; set rope_parameters in the config.json of OUT to those of training'
+    ]
 
 
 def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:
@@ -284,8 +297,8 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """Freeze parts as LLaVAModel does; adapters stay trainable."""
-    for name in ('llm', 'visual_encoder'):
-        if model.get(f'freeze_{name}') is True:
-            for path, parameter in getattr(module, name).named_parameters():
+    """Freeze the parts that XTuner's LLaVAModel and InternVL_V1_5 freeze; adapters stay trainable."""
+    for option, names in _FROZEN_BY.items():
+        for path, parameter in module.named_parameters() if model.get(option) is True else ():
+            if not names.isdisjoint(path.split('.')[:2]):
                 parameter.requires_grad_('lora_' in path)

@@ -96,18 +96,21 @@ class CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
-    def claim(self, bases: Iterable[str | Path] = ()) -> None:
+    def claim(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True) -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
         Args:
             bases: Folders of models that the run starts from, which are neither replaced nor deleted.
+            may_replace: Whether saves may replace one that is there before them.
 
         Raises:
-            TargetError: It is not writable, is in use by another run, or holds foreign files or one of the bases.
+            TargetError: It is not writable, is in use by another run, or holds foreign files, one of the bases or a
+                save that must not be replaced.
         """
         self._take_lock()
         try:
-            self._require_ours()
+            if self._require_ours() is not None and not may_replace:
+                raise TargetError(f'{self.path} exists, since another process has written it; {self.elsewhere} another')
             self._refuse_bases(bases)
             self.recover()
         except BaseException:

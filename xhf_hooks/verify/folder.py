@@ -38,6 +38,8 @@ def verify_folder(
     Raises:
         CheckpointError: The folder does not hold a model.
     """
+    if path.is_file():
+        raise CheckpointError(f'{path}: a file; give a folder with *.safetensors files, or two paths to compare')
     if not path.is_dir():
         raise CheckpointError(f'{path}: no such folder; give one with *.safetensors files')
     damage = None

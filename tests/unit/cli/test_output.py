@@ -99,3 +99,10 @@ def test_wrong_use_says_what_is_right(name, words, expected, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name].main(words.replace('FILE', str(file)).split())
     assert ended.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_a_checkpoint_alone_is_a_file_for_xhf_verify_and_not_missing(tmp_path, capsys):
+    file = tmp_path / 'iter_5.pth'
+    file.touch()
+    assert verify.main([str(file)]) == verify.UNUSABLE
+    assert f'{file}: a file; give a folder with *.safetensors files, or two paths to compare' in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_m
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks.cli.convert import main
+from xhf_hooks.convert import Conversion
 
 OWN = 'OF TRAINING'
 
@@ -230,6 +231,21 @@ def test_options_of_rope_in_a_config_for_transformers_4(base, tmp_path, model):
     assert {name: value for name, value in rope.items() if name != 'type'} == expected
 
 
+@pytest.mark.modern_only
+def test_where_kinds_of_layers_have_their_own_rope_the_context_length_is_told(tmp_path, capsys):
+    base = tmp_path / 'gemma'
+    model = build('gemma3_text')
+    model.save_pretrained(base)
+    state = {f'llm.{name}': tensor for name, tensor in model.state_dict().items()}
+    config = xtuners(base, model='max_position_embeddings=4096000,')
+    torch.save({'state_dict': state, 'meta': {'cfg': config}}, tmp_path / 'iter_5.pth')
+    out = convert(tmp_path / 'iter_5.pth', tmp_path / 'out')
+    told = 'model.max_position_embeddings is not applied, since Gemma3TextConfig has RoPE for each kind of layer'
+    assert told in capsys.readouterr().err
+    written_rope, of_base = (json.loads((at / 'config.json').read_text())['rope_parameters'] for at in (out, base))
+    assert written_rope == of_base
+
+
 def test_an_option_that_no_config_has_is_told(base, tmp_path, capsys):
     convert(run_of(tmp_path, xtuners(base, llm='attn_implementation="eager", no_such=3')), tmp_path / 'out')
     assert 'options of model.llm that LlamaConfig lacks: no_such' in capsys.readouterr().err
@@ -266,3 +282,20 @@ def test_help_fits_two_screens_and_begins_with_the_usual_calls(capsys, monkeypat
     assert lines[0].startswith('usage: ') and lines[2] == 'usual calls:'
     assert sum(line.startswith('  xhf-convert ') for line in lines[3:9]) == 3
     assert len(lines) <= 2 * 24
+
+
+def test_a_conversion_does_not_replace_what_another_wrote_meanwhile(base, tmp_path, monkeypatch, capsys):
+    run = Conversion.run
+    command = [str(made(tmp_path / 'ckpt' / 'global_step5')), str(tmp_path / 'out'), '--base', str(base)]
+
+    def run_second(conversion: Conversion, *args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        convert(*command)
+        return run(conversion, *args, **options)
+
+    monkeypatch.setattr(Conversion, 'run', run_second)
+    assert main([*command, '--dtype', 'float32']) == 2
+    assert f'{tmp_path / "out"} exists, since another process has written it' in capsys.readouterr().err
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'bfloat16'
+    convert(*command, '--dtype', 'float32', '--overwrite')
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'float32'

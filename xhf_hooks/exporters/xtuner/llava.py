@@ -216,8 +216,9 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             if max(image_id, pad_id) >= self._rows:
                 raise ModelError(
                     f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
-                    f'embeddings have {self._rows} rows, for the tokenizer of the base model {self.base_dir!r}; set '
-                    f'the option tokenizer to that one, or call resize_token_embeddings before training'
+                    f'embeddings have {self._rows} rows, for the tokenizer of the base model {self.base_dir!r}; give '
+                    f'that one (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or call '
+                    f'resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
         warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, base_dir='')
