@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
-#: Options that freeze, and the parts that they freeze, in LLaVAModel and in InternVL_V1_5 (xtuner ``model/internvl.py``).
+#: Options that freeze, and what they freeze in LLaVAModel and in InternVL_V1_5 (xtuner ``model/internvl.py``).
 _FROZEN_BY = {
     'freeze_llm': {'llm', 'language_model'},
     'freeze_visual_encoder': {'visual_encoder', 'vision_model'},

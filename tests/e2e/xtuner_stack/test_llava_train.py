@@ -1,9 +1,9 @@
 """Real runs of `xtuner train` of LLaVA at ZeRO-3, compared with XTuner's own conversion of their checkpoints."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
-import inspect
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
