@@ -21,6 +21,8 @@ from tests.helpers.faults.moosefs import missing
 from tests.helpers.ranks.processes import absent
 
 TESTS = Path(__file__).parent
+#: Of tools/test.sh, for tests in another environment of what the newest packages make of their output.
+MODERN_PYTHON = TESTS.parent / '.venv' / 'bin' / 'python'
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -43,6 +45,7 @@ NEEDS: dict[str, Callable[[], object]] = {
     'MooseFS': lambda: missing() is None,
     'root': _may_mount,
     'stores': lambda: find_spec('s3fs') and find_spec('moto'),
+    'the modern environment': MODERN_PYTHON.exists,
     'transformers 4': lambda: all((TESTS.parent / f'.overlay-transformers-{v}').exists() for v in ('4.48.0', '4.57.6')),
     'xfsprogs and btrfs-progs': lambda: not absent(['mkfs.xfs', 'mkfs.btrfs']),
 }

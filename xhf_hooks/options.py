@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
@@ -138,7 +139,43 @@ def folder(option: str, value: Any) -> Path:
         raise OptionError(option, 'the path of a folder (upload_to sends saves to a store)', _without_secrets(value))
     if not isinstance(value, (str, Path)) or not Path(value).name:
         raise OptionError(option, 'the path of a folder', value)
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~name of a user who is not known here
+        raise OptionError(option, f'the path of a folder ({error})', str(value)) from None
+
+
+def require_apart(out_dir: Path, of_trainer: Path, trainer: str) -> None:
+    """Refuse to replace the folder that a trainer writes into, or one that holds it. Runs on: all ranks.
+
+    Asks no file system, so that all ranks get the same answer.
+
+    Args:
+        of_trainer: The folder into which the trainer writes its checkpoints.
+        trainer: What the trainer calls it, for the message.
+
+    Raises:
+        OptionError: ``out_dir`` is that folder, or holds it.
+    """
+    replaced, written = (Path(os.path.abspath(folder)) for folder in (out_dir, of_trainer))
+    if replaced in (written, *written.parents):
+        expected = f'a folder that neither is nor holds {of_trainer}, {trainer}, because a save replaces it as a whole'
+        raise OptionError('out_dir', expected, str(out_dir))
+
+
+def require_uploads_apart(upload_to: str, out_dir: Path) -> None:
+    """Refuse to upload to where saves go, since both have the same names there. Runs on: any rank.
+
+    Raises:
+        OptionError: ``upload_to`` is the folder that holds ``out_dir``, or is in ``out_dir``.
+    """
+    url = urlsplit(upload_to)
+    if url.scheme not in ('file', 'local'):
+        return
+    final, store = (Path(os.path.realpath(path)) for path in (out_dir, url.netloc + unquote(url.path)))
+    if store == final.parent or final in (store, *store.parents):
+        expected = f'another folder than {store}, where saves and uploads would delete each other'
+        raise OptionError('upload_to', expected, upload_to)
 
 
 def _store_url(option: str, value: Any) -> str:
@@ -422,15 +459,15 @@ class RunOptions(SaveOptions):
         None,
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder, '
         '``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and ``{output}`` a folder for results.'
-        ' Numbers in the last line that it prints as a JSON object go to the visualizer, or to the trackers of '
-        'Trainer. When saves come faster than it finishes, it runs for the newest one next. It is ended after a '
-        'day; ``timeout 1h COMMAND`` ends it sooner.',
+        ' Numbers in the last line that it prints as a JSON object go to the visualizer, or to the '
+        '``log_history`` of Trainer. When saves come faster than it finishes, it runs for the newest one next. It is '
+        'ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
         zh=(
             '每次保存之后由 rank 0 运行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``{l'
             'abel}`` 是 ``iter_500`` 这样的名字，``{output}`` 是放结果的目录。它打印的最后一行 JSON 对象中的数字'
-            '会送到可视化器，或 Trainer 的 tracker。保存比命令快时，下一次运行针对最新的保存。命令最多运行一天；'
-            '``timeout 1h COMMAND`` 可以更早结束它。'
+            '会送到可视化器，或 Trainer 的 ``log_history``。保存比命令快时，下一次运行针对最新的保存。命令最多运行'
+            '一天；``timeout 1h COMMAND`` 可以更早结束它。'
         ),
     )
     exit_wait_secs: float = _option(

@@ -1,6 +1,9 @@
 """What comes after an interruption, in the same process, ends what was there and works; what stays is kept."""
 
 import gc
+import json
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -182,3 +185,25 @@ def test_save_hf_again(results):
 
 def test_the_model_of_a_run_that_was_never_closed_is_not_kept_in_memory(results):
     assert check(results, 'never_closed') == [[False]] * 2
+
+
+def test_a_loop_of_calls_keeps_other_processes_out(tmp_path):
+    """Between two calls, too; and a call in the same process is not refused."""
+    code = """
+import sys
+from tests.helpers.models.zoo.llamas import odd_llama
+from xhf_hooks import save_hf
+for step in (1, 2):
+    save_hf(odd_llama(), sys.argv[1], step=step)
+print('saved', flush=True)
+input()
+"""
+    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == 'saved\n'
+        told = error_of(save_hf, odd_llama(), tmp_path / 'hf_model', step=9)
+        assert f'hf_model is in use by process {first.pid} on ' in told
+        first.communicate('\n')
+    assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+    assert json.loads((tmp_path / 'hf_model' / 'xhf_manifest.json').read_text())['iteration'] == 2
+    assert save_hf(odd_llama(), tmp_path / 'hf_model', step=3).step.number == 3

@@ -15,6 +15,7 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks import HFCheckpointCallback
 
 WRITERS = ('stream', 'parallel', 'positional')
 #: What Accelerate and Trainer need for weights of their own.
@@ -67,6 +68,29 @@ def in_ddp(root: Path) -> None:
         model.save_pretrained(root / 'theirs')
 
 
+def doubled_at_the_end(root: Path) -> list[dict[str, Any]]:
+    """Train where another callback changes the weights after the last step was saved; returns ``log_history``."""
+    import torch.distributed as dist
+
+    with doors.fresh_accelerate(ACCELERATE_USE_DEEPSPEED='true'):
+        trainer = doors.make_trainer(
+            root,
+            None,
+            doors.Doubling(),
+            HFCheckpointCallback(async_save=True, on_saved=['echo', '{"acc": 0.5}']),
+            bf16=True,
+            deepspeed=GATHER,
+            logging_steps=1,
+            save_strategy='steps',
+            save_steps=3,
+        )
+        trainer.train()
+        trainer.save_model(str(root / 'theirs'))
+        trainer.model_wrapped.destroy()
+    dist.barrier()
+    return trainer.state.log_history
+
+
 #: Options of the callback, arguments of Trainer, DeepSpeed's config, and what is in output_dir at the end.
 TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = {
     'gather': (
@@ -89,12 +113,6 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
         ['checkpoint-16', 'hf_model', 'hf_model_iter_8'],
     ),
     'at_the_end': (dict(dtype='float32'), {}, zero_config(3), ['hf_model']),
-    'trackers': (
-        dict(save_strategy='steps', save_steps=3, on_saved=['echo', '{"acc": 0.5}']),
-        dict(report_to=['tensorboard'], logging_steps=1),
-        zero_config(3),
-        ['hf_model', 'hf_model_on_saved', 'runs'],
-    ),
 }
 
 
@@ -105,6 +123,7 @@ def results(tmp_path_factory):
         name: partial(doors.trainer_run, options, {'lr_scheduler_type': 'constant', **arguments}, zero, root / name)
         for name, (options, arguments, zero, _) in TRAINER.items()
     }
+    scenarios['doubled'] = partial(doubled_at_the_end, root / 'doubled')
     scenarios |= {'ddp': partial(in_ddp, root / 'ddp'), 'accelerate': partial(accelerated, root / 'accelerate')}
     return root, run_scenarios(scenarios, 2)
 
@@ -145,21 +164,27 @@ def test_trainer_writes_the_same(results):
         assert all(tensor.bfloat16().equal(expected[key]) for key, tensor in found.items())
 
 
-def test_trackers_get_the_numbers_of_each_save(results):
-    """At the step of the save, the last one too, and beside what Trainer itself reports."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_what_another_callback_makes_of_the_weights_is_saved(results):
+    """The last step is saved again if the weights were changed since: by a callback that is listed before ours."""
     root, outcomes = results
-    check(outcomes, 'trackers')
-    (events,) = (root / 'trackers' / 'runs').rglob('events.*')
-    told = EventAccumulator(str(events))
-    told.Reload()
-    steps = {tag: [event.step for event in told.Scalars(tag)] for tag in told.Tags()['scalars']}
-    assert steps['train/hf_checkpoint/seconds'] == steps['train/hf_checkpoint/write_seconds'] == [3, 4]
-    assert steps['train/on_saved/hf_model/acc'][-1] == 4
-    assert steps['train/loss'] == [1, 2, 3, 4]
-    state = json.loads((root / 'gather' / 'checkpoint-4' / 'trainer_state.json').read_text())
-    assert [line['step'] for line in state['log_history'] if 'hf_checkpoint/seconds' in line] == [2]
+    check(outcomes, 'doubled')
+    assert_same_folder_tensors(root / 'doubled' / 'hf_model', root / 'doubled' / 'theirs')
+    saved = folder_tensors(root / 'doubled' / 'hf_model')
+    before = folder_tensors(root / 'doubled' / 'checkpoint-4')
+    assert all(tensor.equal(2 * before[name]) for name, tensor in saved.items())
+
+
+def test_log_history_has_the_numbers_of_saves(results):
+    """On rank 0, with step and epoch as in Trainer's own entries, and before its summary of training."""
+    _, outcomes = results
+    rank0, rank1 = check(outcomes, 'doubled')
+    of_saves = [(entry['step'], entry['epoch']) for entry in rank0 if 'hf_checkpoint/seconds' in entry]
+    epochs = {entry['step']: entry['epoch'] for entry in rank0 if 'loss' in entry}
+    assert of_saves == [(step, epochs[step]) for step in (3, 4, 4)]
+    of_commands = [entry for entry in rank0 if 'on_saved/hf_model/acc' in entry]
+    assert of_commands[-1] == {'on_saved/hf_model/acc': 0.5, 'epoch': epochs[4], 'step': 4}
+    assert 'train_loss' in rank0[-1] and 'epoch' in rank0[-1]
+    assert rank1[-1].keys() == rank0[-1].keys() and not any('hf_checkpoint/seconds' in entry for entry in rank1)
 
 
 def test_ddp(results):

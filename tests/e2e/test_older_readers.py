@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoProcessor
 
 from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
@@ -100,15 +101,15 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def processors(saved, tmp_path_factory):
-    """Processors that were saved: as loaded, and with a changed tokenizer; and their base."""
-    from transformers import AutoProcessor
-
+    """Processors that were saved: as loaded, and with a changed tokenizer or image processor; and their base."""
     base, root = saved['llava-same'][1].with_name('processor'), tmp_path_factory.mktemp('processors')
     made = {}
-    for kind in ('same', 'changed'):
+    for kind in ('same', 'changed', 'images'):
         processor = AutoProcessor.from_pretrained(base)
         if kind == 'changed':
             changed(processor.tokenizer)
+        if kind == 'images':
+            processor.image_processor.image_mean = [0.9, 0.8, 0.7]
         for _ in range(2):  # the second time from memory
             (root / kind).mkdir(exist_ok=True)
             assert write_tokenizer(root / kind, processor, '') == []
@@ -168,6 +169,14 @@ def test_processors_are_read_by_transformers_4(processors, read, version):
     _, root, made = processors
     for kind, processor in made.items():
         assert equal(read[version][str(root / kind)], read_processor(processor)), kind
+
+
+def test_a_changed_image_processor_is_in_the_files_of_the_base(processors):
+    """transformers 5 writes it into processor_config.json alone; 4 reads preprocessor_config.json."""
+    base, root, _ = processors
+    found, before = (json.loads((at / 'preprocessor_config.json').read_text()) for at in (root / 'images', base))
+    assert found == {**before, 'image_mean': [0.9, 0.8, 0.7]}
+    assert list(AutoProcessor.from_pretrained(root / 'images').image_processor.image_mean) == [0.9, 0.8, 0.7]
 
 
 def test_an_unchanged_processor_is_the_bases_files(processors):

@@ -299,6 +299,12 @@ def saves_by(lines: str, stage: int | None, folder: Path) -> None:
     exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))), names)
 
 
+def test_the_lines_that_run_a_model(tmp_path, capsys):
+    save_model('llama', tmp_path / 'hf_model')
+    exec(code('max_new_tokens=8', 'verifying.md').replace("'hf_model'", repr(str(tmp_path / 'hf_model'))), {})
+    assert re.fullmatch(r'<unk> <unk> <unk> <unk> <unk>( \S+){1,8}', capsys.readouterr().out.strip())
+
+
 @pytest.mark.parametrize('stage', [3, None])
 def test_the_lines_for_those_who_come_from_elsewhere(stage, tmp_path):
     save_tokenizer(tmp_path / 'tokenizer', 8)

@@ -1,12 +1,16 @@
 """The command xhf-verify: exit status, what it prints where, and loading."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -74,16 +78,69 @@ def test_the_same_rounded_and_different(model, copy, capsys):
     assert content['verdict'] == 'different' and content['tensors'][0]['max_abs'] == 1.0
 
 
-def test_load(model, copy, capsys):
+def loading(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
+    """Kinds and texts of the findings about loading, of a run with ``--json``."""
+    findings = json.loads(capsys.readouterr().out)['findings']
+    return [(one['kind'], one['text']) for one in findings if one['check'] == 'load']
+
+
+def test_load(model, capsys):
     assert run(model, '--load', '--json') == SAME
-    found = {one['check']: one['text'] for one in json.loads(capsys.readouterr().out)['findings']}
-    assert found['load'].startswith('LlamaForCausalLM in') and 'w' in found['generation']
+    ((kind, text),) = loading(capsys)
+    assert kind == 'ok' and re.fullmatch(r'LlamaForCausalLM in [\d.]+ s, without weights', text)
+
+
+@pytest.mark.parametrize(
+    ('edit', 'words'),
+    [
+        ({'num_attention_heads': 'eight'}, 'config.json cannot be loaded ('),
+        ({'hidden_act': 'none of these'}, 'LlamaForCausalLM cannot be built from config.json ('),
+    ],
+)
+def test_load_tells_a_config_of_which_no_model_can_be_built(copy, edit, words, capsys):
     (copy / 'xhf_manifest.json').unlink()
-    tensors = load_file(copy / WEIGHTS)
-    tensors['lm_head.weight'].fill_(3e38)
-    save_file(tensors, copy / WEIGHTS, {'format': 'pt'})
-    assert run(copy, '--load') == DIFFERENT
-    assert 'problem    run' in capsys.readouterr().out
+    edit_json(copy / 'config.json', **edit)
+    assert run(copy, '--load', '--json') == DIFFERENT
+    ((kind, text),) = loading(capsys)
+    assert kind == 'problem' and text.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ('edit', 'words'),
+    [
+        ({'quantization_config': {'quant_method': 'gptq', 'bits': 4}}, 'LlamaForCausalLM is quantized, and '),
+        ({'architectures': None}, 'config.json names no class of a model'),
+        ({'model_type': 'of_tomorrow'}, f"transformers {transformers.__version__} has no model_type 'of_tomorrow'"),
+    ],
+)
+def test_what_cannot_be_tried_here_is_no_damage(copy, edit, words, capsys):
+    (copy / 'xhf_manifest.json').unlink()
+    edit_json(copy / 'config.json', **edit)
+    assert run(copy, '--load', '--json') == SAME
+    ((kind, text),) = loading(capsys)
+    assert kind == 'unchecked' and text.startswith(words)
+
+
+@pytest.mark.parametrize(('package', 'folder'), [('peft', 'adapter'), ('accelerate', 'model')])
+def test_a_package_that_is_not_here_is_no_damage(model, package, folder, tmp_path):
+    """In a process that cannot import it. Without accelerate, transformers loads nothing onto the meta device."""
+    places = {'model': model, 'adapter': tmp_path / 'adapter'}
+    lora = LoraConfig(r=4, target_modules=['q_proj'], task_type='CAUSAL_LM')
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(places['adapter'])
+    code = f"""
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == {package!r} else find(name, package)
+sys.modules[{package!r}] = None
+from xhf_hooks.cli.verify import main
+sys.exit(main([{str(places[folder])!r}, '--load', '--json']))
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == SAME, done.stderr
+    ((kind, text),) = [
+        (one['kind'], one['text']) for one in json.loads(done.stdout)['findings'] if one['check'] == 'load'
+    ]
+    assert kind == 'unchecked' and package in text
 
 
 def test_load_tells_what_the_model_misses(copy, capsys):
@@ -118,10 +175,15 @@ def test_load_an_adapter(model, tmp_path, capsys):
     lora = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora).save_pretrained(adapter)
     assert run(adapter, '--load') == SAME
-    assert 'ok         load        PeftModelForCausalLM' in capsys.readouterr().out
+    assert 'ok         load        adapter of a LlamaForCausalLM in' in capsys.readouterr().out
+    (tmp_path / 'base').mkdir()
+    shutil.copy(model / 'config.json', tmp_path / 'base')
     edit_json(adapter / 'adapter_config.json', base_model_name_or_path=str(tmp_path / 'none'))
-    assert run(adapter, '--load') == DIFFERENT
-    assert run(adapter, '--load', '--base', model) == SAME
+    assert run(adapter, '--load', '--json') == SAME
+    ((kind, text),) = loading(capsys)
+    assert kind == 'unchecked' and text.startswith(f'the base of this adapter cannot be used here: {tmp_path}/none')
+    assert run(adapter, '--load', '--base', tmp_path / 'none') == UNUSABLE
+    assert run(adapter, '--load', '--base', tmp_path / 'base') == SAME, 'needs no weights of the base'
     capsys.readouterr()
     tensors = load_file(adapter / 'adapter_model.safetensors')
     tensors.pop(next(iter(tensors)))
@@ -130,21 +192,12 @@ def test_load_an_adapter(model, tmp_path, capsys):
     assert '1 missing: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ('family', 'words'),
-    {
-        'llava': 'ok         generation',
-        't5': 'ok         generation',
-        'bert': 'BertForMaskedLM in',
-        'clip': 'CLIPModel was not run: it takes more than text',
-        'whisper': 'was not run: it takes input_features',
-    }.items(),
-)
-def test_load_whatever_the_model_takes(family, words, tmp_path, capsys):
-    build(family, models=MODELS).save_pretrained(tmp_path)
+@pytest.mark.parametrize('family', ['llava', 't5', 'bert', 'clip', 'whisper', 'donut', 'mixtral'])
+def test_load_whatever_the_model_takes(family, tmp_path, capsys):
+    model = build(family, models=MODELS) if family in MODELS else build(family)
+    model.save_pretrained(tmp_path)
     assert run(tmp_path, '--load') == SAME
-    said = capsys.readouterr().out
-    assert f'ok         load        {MODELS[family][0]} in' in said and words in said
+    assert f'ok         load        {type(model).__name__} in' in capsys.readouterr().out
 
 
 #: LoraConfig options, and what else is changed before training, of adapters that need another base than its files are.

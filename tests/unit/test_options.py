@@ -13,11 +13,11 @@ from mmengine.registry import HOOKS, Registry
 from xhf_hooks import HFCheckpointHook, _build_hook, save_hf
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
-from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions
+from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions, require_apart, require_uploads_apart
 from xhf_hooks.registry import register_hook
 
 BAD = {
-    'out_dir': ['', 5, b'folder', 's3://', 's3://bucket/run', 'hf://org/name', '/', ['folder']],
+    'out_dir': ['', 5, b'folder', '~nobody-here/x', 's3://', 's3://bucket/run', 'hf://org/name', '/', ['folder']],
     'interval': [0, -2, 1.5, '10', True],
     'save_last': [None, 'yes'],
     'save_best': [[], '', 5, ['acc', 'acc'], ['auto', 'acc'], {'acc': 1}],
@@ -182,3 +182,24 @@ def test_help_has_the_meaning_of_each_option(door, options):
 def test_out_dir_alone_goes_by_its_place(door):
     kinds = {name: parameter.kind.name for name, parameter in inspect.signature(door).parameters.items()}
     assert kinds.pop('out_dir') == 'POSITIONAL_OR_KEYWORD' and {*kinds.values()} == {'KEYWORD_ONLY'}
+
+
+@pytest.mark.parametrize('out_dir', ['out', 'out/.', '.', '/'])
+def test_out_dir_neither_is_nor_holds_what_the_trainer_writes_into(out_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r'option out_dir: expected .* holds up/../out, the output_dir of Trainer, '):
+        require_apart(Path(out_dir), Path('up/../out'), 'the output_dir of Trainer')
+    require_apart(Path('out/hf_model'), Path('out'), 'the output_dir of Trainer')
+    require_apart(Path('out2'), Path('out'), 'the output_dir of Trainer')
+
+
+def test_uploads_do_not_go_where_saves_go(tmp_path):
+    out_dir = tmp_path / 'a b' / 'hf_model'
+    out_dir.mkdir(parents=True)
+    (tmp_path / 'link').symlink_to(tmp_path / 'a b')
+    for store in (out_dir.parent, out_dir, out_dir / 'store', tmp_path / 'link', tmp_path / 'link' / 'hf_model'):
+        for url in (store.as_uri(), f'local://{store}'):
+            with pytest.raises(OptionError, match='option upload_to: expected another folder than '):
+                require_uploads_apart(url, out_dir)
+    for url in (f'file://{tmp_path}', f'file://{tmp_path}/a b/store', 's3://bucket/a b', 'memory://a'):
+        require_uploads_apart(url, out_dir)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
 from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
+from xhf_hooks.system.threads import count_usable_cores
 from xhf_hooks.system.versions import require_packages
 
 #: Exit statuses.
@@ -90,7 +90,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar='SIZE',
         help="largest size of a weight file; default: '5GB'",
     )
-    workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = min(_MOST_WORKERS, count_usable_cores())
     add('--workers', type=count, metavar='N', default=workers, help='threads; default: %(default)s')
 
 

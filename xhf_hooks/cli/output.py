@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 from xhf_hooks.options import SIZE, parse_size
-from xhf_hooks.system.files import absolute
 from xhf_hooks.system.versions import __version__
 
 
@@ -40,6 +39,8 @@ def folder(text: str) -> Path:
 
 def base_model(text: str) -> str:
     """A folder, as an absolute path, or a name on the Hub."""
+    from xhf_hooks.system.files import absolute  # needs a module that Windows lacks, which is told later
+
     if not text:
         raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')
     path = Path(text).expanduser()
@@ -90,6 +91,8 @@ def explain(prog: str, error: BaseException, *, left: str = '') -> None:
         complain(f'{prog}: interrupted{left}')
     elif isinstance(error, (XhfError, OSError)):
         complain(f'{prog}: {error}')
+    elif package in sys.stdlib_module_names:  # such as fcntl and resource on Windows
+        complain(f'{prog}: needs Linux or macOS: Python on {sys.platform} has no module {package}')
     elif package not in ('', 'xhf_hooks'):
         complain(f'{prog}: {package} is not installed: pip install {package}')
     else:

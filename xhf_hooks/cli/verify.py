@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say
@@ -25,7 +26,7 @@ UNUSABLE = 2
 _PROG = 'xhf-verify'
 _EXAMPLES = {
     'hf_model': 'check that this folder is complete, consistent and unchanged',
-    'hf_model --load': 'also load it and generate text',
+    'hf_model --load': 'also show that transformers or peft loads all of it, without reading weights',
     'OUT work_dirs/run/iter_500.pth': 'compare OUT with the model in this checkpoint',
     'A B': 'compare two folders',
 }
@@ -50,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help='a model folder; a second one, or a checkpoint, to compare it with',
     )
     add = parser.add_argument_group('one path').add_argument
-    add('--load', action='store_true', help='also load A with transformers or peft, run it and generate text')
+    add('--load', action='store_true', help='also load A with transformers or peft, without weights')
     add('--no-read', action='store_true', help='check headers and sizes only, no checksums')
     add = parser.add_argument_group('both').add_argument
     add('--json', action='store_true', help='print the result as JSON')
@@ -97,9 +98,9 @@ def _check(args: argparse.Namespace) -> tuple[bool, FolderCheck]:
     with progress('reading') as on_progress:
         report = verify_folder(args.a, workers=args.workers, read=not args.no_read, on_progress=on_progress)
     if args.load and report.is_good:
-        from xhf_hooks.verify.load import load_and_run
+        from xhf_hooks.verify.load import check_loading
 
-        load_and_run(args.a, report, base=args.base, trust_remote_code=args.trust_remote_code)
+        check_loading(report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
         complain(f'{_PROG}: the folder is damaged, so it was not loaded')
     return report.is_good, report
@@ -111,7 +112,7 @@ def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
     from xhf_hooks.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
-    a, b = open_models(args.a, args.b, options)
-    with progress('comparing') as on_progress:
+    with TemporaryDirectory(prefix='xhf_hooks_') as scratch, progress('comparing') as on_progress:
+        a, b = open_models(args.a, args.b, options, Path(scratch))
         found = compare.compare_models(a, b, args.workers, on_progress)
     return found.verdict != compare.DIFFERENT, found

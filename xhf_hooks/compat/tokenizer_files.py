@@ -4,6 +4,9 @@ transformers 5 saves another class, other fields and fewer files than transforme
 change the tokenizer, the files that it was loaded from are copied. Where it did, the fields that changed are written
 into the base's tokenizer_config.json. Either is taken only if the installed transformers loads the same tokenizer from
 it: one that saves the same files, byte for byte but for how it was loaded.
+
+A call such as ``tokenizer(texts, truncation=True, max_length=512)`` leaves its truncation and padding in the tokenizer,
+and ``save_pretrained`` writes them. They are not part of the tokenizer: what is written has those of the base.
 """
 
 from __future__ import annotations
@@ -11,36 +14,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.base_files import PROCESSOR_FILES, base_file, load_tokenizer
+from xhf_hooks.base_files import (
+    PROCESSOR_FILES,
+    VOCABULARY_FILES,
+    CopiedTokenizer,
+    PartAndTokenizer,
+    base_file,
+    load_tokenizer,
+    read_base_files,
+)
 from xhf_hooks.system.files import naming
 
 CONFIG = 'tokenizer_config.json'
 JSON = 'tokenizer.json'
 JINJA = 'chat_template.jinja'
-#: Files of vocabularies, beside those that the class names. transformers 5 often reads only tokenizer.json.
-_VOCABULARIES = (
-    'tokenizer.model',
-    'vocab.json',
-    'merges.txt',
-    'vocab.txt',
-    'spiece.model',
-    'sentencepiece.bpe.model',
-    'tekken.json',
-)
 _OTHERS = (CONFIG, JSON, JINJA, 'added_tokens.json', 'special_tokens_map.json')
 _EXTRA = 'extra_special_tokens'
 _ADDITIONAL = 'additional_special_tokens'
 _DECODER = 'added_tokens_decoder'
 _OF_PROCESSOR = (*PROCESSOR_FILES, 'chat_template.json', JINJA)
+#: The file that transformers 5 writes of a processor, and the parts in it of which transformers 4 reads other files.
+PROCESSOR = 'processor_config.json'
+_PARTS = {
+    'preprocessor_config.json': ('image_processor', 'feature_extractor'),
+    'video_preprocessor_config.json': ('video_processor',),
+}
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
 _OF_LOADING = ('is_local', 'local_files_only')
+
+#: The truncation and padding in what tokenizers' ``Tokenizer.save`` writes; tokens, millions of them, come after it.
+_OF_CALLS = re.compile(
+    rb'(?<=\n  "truncation": )(?:null|\{.*?\n  \})(,\n  "padding": )(?:null|\{.*?\n  \})(?=,\n)', re.DOTALL
+)
 
 #: A full disk or quota, a disk that fails, no more open files.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
@@ -60,9 +73,16 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     """
     from transformers import PreTrainedTokenizerBase
 
+    if isinstance(tokenizer, CopiedTokenizer):
+        tokenizer.save_pretrained(folder)
+        return []
+    if isinstance(tokenizer, PartAndTokenizer):
+        tokenizer.part.save_pretrained(folder)
+        return write_tokenizer(folder, tokenizer.tokenizer, base_dir)
     own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else getattr(tokenizer, 'tokenizer', None)
     if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
-        tokenizer.save_pretrained(folder)  # an image processor, or custom code
+        files = _with_truncation_of_base(_saved(tokenizer, folder), _base_of(own, base_dir))
+        _put(_with_older_files(files, {}, base_dir), folder)  # an image processor, or custom code
         return []
     key = base_dir, _saved(tokenizer, folder)
     known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
@@ -94,27 +114,30 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
             _put({**form, **beside}, temporary)
             return _same(_saved_again(str(temporary), folder), saved)
 
-    own = getattr(tokenizer, 'name_or_path', None)
-    base_dir = own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+    base_dir = _base_of(tokenizer, base_dir)
     base = _saved_again(base_dir, folder)
     if base is not None and _same(base, saved):
-        copied = _base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
+        copied = read_base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
         if is_proven(copied):
             return copied, []
+    as_saved = _with_truncation_of_base(saved, base_dir)
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
-        return saved, []
+        return as_saved, []
     forms = [_in_words_of_base(tokenizer, saved, {}, '')]
     if base is not None:
         forms.insert(0, _in_words_of_base(tokenizer, saved, base, base_dir))
-    for form in forms:
-        if form == saved or is_proven(form):
+    for form in (_with_truncation_of_base(form, base_dir) for form in forms):
+        if form == as_saved or is_proven(form):
             return form, []
     needed = json.loads(saved[CONFIG])['tokenizer_class']
-    return saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
+    return as_saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
 def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -> _Files:
-    """A processor's files besides its tokenizer's: those of its base, if it was not changed."""
+    """A processor's files besides its tokenizer's: those of its base, if it was not changed.
+
+    Where it was, and the base has the files that transformers 4 reads and 5 no longer writes, they get what changed.
+    """
     from transformers import AutoProcessor
 
     own = tokenizer.name_or_path
@@ -123,11 +146,37 @@ def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -
     with contextlib.suppress(Exception):  # any failure counts as another processor
         base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
     if base is None or _is_custom(base):
-        return others
+        return _with_older_files(others, {}, base_dir)
     saved, own = (_saved_if_it_can(one, folder) for one in (base, getattr(base, 'tokenizer', None)))
-    if saved is not None and own is not None and _besides(saved, own) == others:
-        return _base_files(base_dir, _OF_PROCESSOR)
-    return others
+    before = _besides(saved, own) if saved is not None and own is not None else {}
+    return read_base_files(base_dir, _OF_PROCESSOR) if before == others else _with_older_files(others, before, base_dir)
+
+
+def _with_older_files(others: _Files, before: _Files, base_dir: str) -> _Files:
+    """The files of a processor, with its parts in files of their own where its base has these, as transformers 4 has.
+
+    They are the base's with the fields that changed. transformers 4.48 cannot read them in processor_config.json.
+
+    Args:
+        before: What the base's processor saves; what is not known of it counts as changed.
+    """
+    now, then = (json.loads(files.get(PROCESSOR, b'{}')) for files in (others, before))
+    older = {}
+    for name, parts in _PARTS.items():
+        part = next((part for part in parts if part in now), None)
+        found = read_base_files(base_dir, (name,)) if name not in others else {}
+        if part is None or not found:
+            continue
+        known, fields = then.get(part, {}), now.pop(part)
+        changed = {field: value for field, value in fields.items() if field not in known or known[field] != value}
+        removed = [field for field in known if field not in fields]
+        older[name] = _json_bytes(_without(json.loads(found[name]), *removed) | changed)
+    return {**others, **older, PROCESSOR: _json_bytes(now)} if older else others
+
+
+def _json_bytes(fields: Mapping[str, Any]) -> bytes:
+    """A JSON file as transformers writes it."""
+    return (json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + '\n').encode()
 
 
 def _besides(of_processor: _Files, of_tokenizer: _Files) -> _Files:
@@ -140,7 +189,7 @@ def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_di
 
     Without a base, what the tokenizer saves, in words of transformers 4.
     """
-    base = json.loads(_base_files(base_dir, (CONFIG,)).get(CONFIG, b'{}'))
+    base = json.loads(read_base_files(base_dir, (CONFIG,)).get(CONFIG, b'{}'))
     now, before = json.loads(saved[CONFIG]), json.loads(base_saved.get(CONFIG, b'{}'))
     kept = {name: value for name, value in base.items() if name in now or name not in before}
     changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
@@ -161,10 +210,9 @@ def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_di
         result['tokenizer_class'] = 'PreTrainedTokenizerFast'
     if isinstance(result.get(_EXTRA), list):  # transformers 4 expects a dict, of names
         result[_ADDITIONAL] = result.pop(_EXTRA)
-    text = json.dumps(result, indent=2, sort_keys=True, ensure_ascii=False) + '\n'  # as transformers does
-    form = {**saved, CONFIG: text.encode()}
+    form = {**saved, CONFIG: _json_bytes(result)}
     if _json_part(saved, 'model') == _json_part(base_saved, 'model'):
-        form = {**_base_files(base_dir, _vocabularies(tokenizer)), **form}
+        form = {**read_base_files(base_dir, _vocabularies(tokenizer)), **form}
     return form
 
 
@@ -177,6 +225,29 @@ def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[
     return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
 
 
+def _base_of(tokenizer: Any | None, base_dir: str) -> str:
+    """Where the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
+    own = getattr(tokenizer, 'name_or_path', None)
+    return own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+
+
+def _without_truncation(tokenizer_json: bytes) -> bytes:
+    """tokenizer.json, as ``save_pretrained`` writes it, with null in place of truncation and padding."""
+    return _OF_CALLS.sub(rb'null\1null', tokenizer_json, count=1)
+
+
+def _with_truncation_of_base(saved: _Files, base_dir: str) -> _Files:
+    """The files, as :func:`_saved` returns them, with the truncation and padding of the base's tokenizer.json."""
+    base = json.loads(read_base_files(base_dir, (JSON,)).get(JSON, b'{}'))
+    if JSON not in saved or not (base.get('truncation') or base.get('padding')):
+        return saved
+    truncation, padding = (
+        json.dumps(base.get(name), indent=2, ensure_ascii=False).replace('\n', '\n  ').encode()
+        for name in ('truncation', 'padding')
+    )
+    return {**saved, JSON: _OF_CALLS.sub(lambda found: truncation + found[1] + padding, saved[JSON], count=1)}
+
+
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in names}
 
@@ -187,20 +258,7 @@ def _json_part(saved: _Files, name: str) -> Any:
 
 
 def _vocabularies(tokenizer: Any) -> tuple[str, ...]:
-    return (*_VOCABULARIES, *(name for name in tokenizer.vocab_files_names.values() if name not in _OTHERS))
-
-
-def _base_files(base_dir: str, names: Iterable[str]) -> _Files:
-    """Those of the files that the base has: in its folder, or linked from a snapshot to the blobs of the hub cache."""
-    found = {}
-    for name in names:
-        path = base_file(base_dir, name)
-        if path is not None:
-            home = path.parent.resolve()
-            home = home.parent.parent if home.parent.name == 'snapshots' else home
-            if path.resolve().is_relative_to(home):
-                found[name] = path.read_bytes()
-    return found
+    return (*VOCABULARY_FILES, *(name for name in tokenizer.vocab_files_names.values() if name not in _OTHERS))
 
 
 def _is_custom(tokenizer: Any) -> bool:
@@ -215,11 +273,14 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _saved(tokenizer: Any, folder: Path) -> _Files:
-    """What it saves."""
+    """What it saves, without truncation and padding."""
     with _temporary(folder) as temporary:
         tokenizer.save_pretrained(temporary)
         paths = sorted(path for path in temporary.rglob('*') if path.is_file())
-        return {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
+        files = {path.relative_to(temporary).as_posix(): path.read_bytes() for path in paths}
+    if JSON in files:
+        files[JSON] = _without_truncation(files[JSON])
+    return files
 
 
 def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:

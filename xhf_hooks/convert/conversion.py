@@ -22,7 +22,7 @@ from torch import nn
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.xtuner.reward import has_head
@@ -116,6 +116,12 @@ class Conversion:
         read = {spec.name for spec in plan.reads}
         require_all(match, read, self._meta_model, checkpoint.not_tensors)
         self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
+        if self._widened and checkpoint.has_unnamed_masters:
+            raise CheckpointError(
+                f'{found.path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names ('
+                f'fp32_groups of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. '
+                f'Leave the option out'
+            )
         of_base = _by_name(match.tensors[name] for name in match.lent)
         self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
         self.warnings += self._exporter.notes
@@ -244,14 +250,7 @@ class Conversion:
             XhfError, OSError: It failed; ``out`` is unchanged.
         """
         options, plan = self._options, self.outputs.plan
-        tokenizer, eos_token_ids, notes = tokenizer_of_run(
-            self._config,
-            self._meta_model.module,
-            self._exporter,
-            self._checkpoint.found,
-            options.base,
-            trust_remote_code=options.trust_remote_code,
-        )
+        tokenizer, eos_token_ids, notes = self._find_tokenizer()
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
         bases = [*base_dirs_of(self._meta_model.module), *filter(None, [options.base])]
         target.claim(bases, may_replace=overwrite)
@@ -273,6 +272,37 @@ class Conversion:
         cost = SaveCost(plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
         return CommittedCheckpoint(target.path, self.step, cost, tuple(notes))
+
+    def write_assets(self, folder: Path) -> None:
+        """Write the files that :meth:`run` writes beside the weights, for comparing them.
+
+        Raises:
+            XhfError, OSError: It failed.
+        """
+        tokenizer, eos_token_ids, _ = self._find_tokenizer()
+        self._exporter.write_hf_assets(folder, tokenizer, eos_token_ids)
+
+    def options_shown_by(self, shown: Mapping[str, str]) -> dict[str, str]:
+        """Those of the options that the user left open and that apply to this model.
+
+        Args:
+            shown: Values of ``lora`` and ``llava_format`` that a folder shows, with which it is to be compared.
+        """
+        applying = set(self._exporter.options)
+        if not adapters_in(self._meta_model.module):
+            applying.discard('lora')
+        return {name: value for name, value in shown.items() if name in applying and not getattr(self._options, name)}
+
+    def _find_tokenizer(self) -> tuple[Any | None, Sequence[int], list[str]]:
+        """The tokenizer to write, the EOS token ids of answers, and notes for the user."""
+        return tokenizer_of_run(
+            self._config,
+            self._meta_model.module,
+            self._exporter,
+            self._checkpoint.found,
+            self._options.base,
+            trust_remote_code=self._options.trust_remote_code,
+        )
 
     def _facts(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""

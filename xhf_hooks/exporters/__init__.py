@@ -55,12 +55,14 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
         raise OptionError(name, f'None, {reason}', given[name])
     exporter = chosen(model, module, **given)
     exporter.tokenizer_of_model = _tokenizer_of(model)
+    exporter.whole = model
     return exporter
 
 
 def _tokenizer_of(model: nn.Module) -> Any | None:
-    """``model.tokenizer`` or ``model.processor``, if it is one of transformers."""
+    """``model.tokenizer`` or ``model.processor``, if it is one of transformers; else that of a module in the model."""
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    found = (vars(model).get(name) for name in ('processor', 'tokenizer'))
+    parts = [model, *model.children()]  # sentence-transformers has it in its first module
+    found = (vars(part).get(name) for part in parts for name in ('processor', 'tokenizer'))
     return next((one for one in found if isinstance(one, (PreTrainedTokenizerBase, ProcessorMixin))), None)

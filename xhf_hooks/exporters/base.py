@@ -9,14 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_files import base_dir_of, base_folder, is_remote_code, load_tokenizer
-from xhf_hooks.errors import BaseModelError, OptionError
+from xhf_hooks.base_files import CopiedTokenizer, base_dir_of, is_remote_code, load_or_copy_tokenizer, warn_of_revisions
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.format.text import error_text
-from xhf_hooks.model import names_by_identity
+from xhf_hooks.model import names_by_identity, token_embeddings
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
-from xhf_hooks.registry import build_from_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +28,7 @@ class Exporter(ABC):
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
         left_out_trained: Those of them that training changes, as of the last :meth:`look_for_left_out`.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
+        whole: The trained model, which may have more around what is exported. Set by ``exporter_for``.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
         n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field. Set
@@ -43,6 +41,7 @@ class Exporter(ABC):
     left_out: tuple[str, ...] = ()
     left_out_trained: tuple[str, ...] = ()
     tokenizer_of_model: Any | None = None
+    whole: nn.Module | None = None
     notes: tuple[str, ...] = ()
     combine_nbytes: int = 0
     n_parameters: int | Mapping[str, Any] | None = None
@@ -94,15 +93,33 @@ class Exporter(ABC):
         """Folder or hub name that the model was loaded from; '' if unknown."""
         return '' if self._model is None else base_dir_of(self._model)
 
+    def warn_of_revisions(self) -> list[str]:
+        """A warning if it cannot be told which revision of the base the model was loaded from. Runs on: rank 0."""
+        return [] if self._model is None else warn_of_revisions(self._model)
+
+    @property
+    def trusts_code(self) -> bool:
+        """Whether training ran the code of the base model."""
+        return self._model is not None and is_remote_code(self._model)
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the model reads or writes tokens, so that nobody can use it without a tokenizer."""
+        writes = any(hasattr(self._model, head) for head in ('lm_head', 'ctc_head'))  # Wav2Vec2 and its kin only write
+        return self._model is None or writes or bool(token_embeddings(self._model))
+
     def base_tokenizer(self) -> Any | None:
-        """The base model's tokenizer; None if it has none. Its code is trusted if the model's was. Runs on: rank 0."""
-        return load_tokenizer(self.base_dir, trust_remote_code=self._model is not None and is_remote_code(self._model))
+        """The base model's tokenizer, not loaded if it has code that is not trusted; None if it has none.
+
+        Runs on: rank 0.
+        """
+        return load_or_copy_tokenizer(self.base_dir, trust_remote_code=self.trusts_code)
 
     @cached_property
     def n_base_tokens(self) -> int:
-        """The number of tokens of :meth:`base_tokenizer`; 0 without one. Runs on: rank 0."""
+        """The number of tokens of :meth:`base_tokenizer`; 0 if there is none, or it is not loaded. Runs on: rank 0."""
         tokenizer = self.base_tokenizer()
-        return 0 if tokenizer is None else len(tokenizer)
+        return 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
@@ -113,65 +130,6 @@ class Exporter(ABC):
         Args:
             eos_token_ids: Token ids to add to the model's own.
         """
-
-
-def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
-    """The tokenizer of the option, else of the run, else of the base model; and warnings.
-
-    Where the run has only a recipe for one, the tokenizer of the model goes first: it may have got more tokens.
-
-    Raises:
-        OptionError: The option names a folder without tokenizer files.
-    """
-    is_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
-    if is_recipe and exporter.tokenizer_of_model is not None:
-        of_the_run = exporter.tokenizer_of_model
-    tokenizer = of_the_run if option is None else option
-    if isinstance(tokenizer, (str, Path)):
-        found = load_tokenizer(str(tokenizer), trust_remote_code=False)
-        if found is None:
-            raise OptionError('tokenizer', 'a folder with tokenizer files', str(tokenizer))
-        return found, []
-    if isinstance(tokenizer, dict):
-        tokenizer = _built_tokenizer(tokenizer)
-    if hasattr(tokenizer, 'save_pretrained'):
-        return tokenizer, []
-    warnings = []
-    if tokenizer is not None:
-        found_kind = f'{type(tokenizer).__module__}.{type(tokenizer).__qualname__}'
-        warnings.append(f"the run's tokenizer is a {found_kind}, not one of transformers: it is not saved")
-    base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
-    tokenizer = exporter.base_tokenizer()
-    if tokenizer is None:
-        warnings.append(f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer')
-    elif warnings:
-        warnings.append(f'the tokenizer of {base} will be saved')
-    return tokenizer, warnings
-
-
-def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
-    """What the config describes. An error of the Hub's library about a folder that is not there is said in a line."""
-    name = recipe.get('pretrained_model_name_or_path')
-    try:
-        return build_from_config(recipe)
-    except (OSError, ValueError) as error:
-        if not isinstance(name, str) or base_folder(name) is not None:
-            raise
-        raise BaseModelError(
-            f'tokenizer of the config ({name!r}): no such folder and not in the cache; set it to the base '
-            f"model's folder{_said_by_the_hub(error)}"
-        ) from None
-
-
-def _said_by_the_hub(error: BaseException | None) -> str:
-    """Why the Hub did not give it: it is gated, or cannot be reached. '' for what cannot be a name on the Hub."""
-    from huggingface_hub.utils import HfHubHTTPError, LocalEntryNotFoundError
-
-    while error is not None:
-        if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):
-            return f' ({error_text(error)})'
-        error = error.__cause__ or error.__context__
-    return ''
 
 
 class CompositeExporter(Exporter):

@@ -28,7 +28,8 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
     candidates = pretrained_in(model)
     if module is not None:
         modules = {without_wrappers(path): child for path, child in model.named_modules()}
-        path = base_path(module) if module in adapters_in(model) else module
+        below = _base_paths(module) if module in adapters_in(model) else [module]
+        path = next((path for path in below if isinstance(modules.get(path), PreTrainedModel)), module)
         found = modules.get(path)
         if not isinstance(found, PreTrainedModel):
             raise ModelError(
@@ -36,7 +37,7 @@ def find_pretrained(model: nn.Module, module: str | None) -> tuple[str, PreTrain
                 f'{module!r} ({type(found).__name__}). There are: {sorted(candidates)}'
             )
         return path, found
-    for path in ('llm', base_path('llm')):
+    for path in ('llm', *_base_paths('llm')):
         if path in candidates:
             return path, candidates[path]
     if len(candidates) != 1:
@@ -79,7 +80,7 @@ def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel]:
     """
     chosen, _ = find_pretrained(model, module)
     for path, adapted in adapters_in(model).items():
-        if base_path(path) == chosen:
+        if chosen in _base_paths(path):
             return path, adapted
     raise ModelError(f'{type(model).__name__} has no PeftModel around {chosen!r}')
 
@@ -92,32 +93,56 @@ def adapters_in(model: nn.Module) -> dict[str, PeftModel]:
     return {without_wrappers(path): child for path, child in model.named_modules() if isinstance(child, peft_model)}
 
 
-def trained_adapter(peft_model: PeftModel) -> str:
-    """The name of the one adapter that is trained. TRL's DPO adds a frozen one to it, for reference.
+def adapters_in_use(peft_model: PeftModel) -> list[str]:
+    """The names of the active adapters, which make the model's outputs. TRL's DPO adds an inactive one, for reference.
 
     Raises:
-        ModelError: There is not exactly one, it is not of LoRA, or nothing is trainable.
+        ModelError: There is none, nothing is trainable, or an adapter is trained that is not active.
     """
-    kinds = {name: str(config.peft_type.value) for name, config in peft_model.peft_config.items()}
-    if len(kinds) > 1:
-        paths = [name.split('.') for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
-        kinds = {name: kind for name, kind in kinds.items() if any(name in path for path in paths)} or kinds
-    if list(kinds.values()) != ['LORA']:
-        raise ModelError(f'expected a PeftModel with one trained adapter, of type LORA, found {kinds}')
-    (name,) = kinds
-    if not any(parameter.requires_grad for parameter in peft_model.parameters()):
+    active = list(peft_model.active_adapters)
+    trained = [name for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
+    kind = type(peft_model.get_base_model()).__name__
+    if not active or not trained:
         raise ModelError(
-            f'the adapter {name!r} of {type(peft_model.get_base_model()).__name__} has no trainable tensors; load it '
-            f'with is_trainable=True, or create it with get_peft_model'
+            f'the adapters {active} of {kind} have no trainable tensors; load them with is_trainable=True, or create '
+            f'one with get_peft_model'
         )
-    return name
+    inactive = [name for name in peft_model.peft_config if name not in active]
+    idle = [name for name in inactive if any(name in path.split('.') for path in trained)]
+    if idle:
+        raise ModelError(
+            f'{kind} has trainable adapters that are not active, and its outputs do not depend on them: {idle}; the '
+            f'active ones are {active}. Activate them with set_adapter, or freeze them with requires_grad_(False)'
+        )
+    return active
 
 
-def frozen_adapters(peft_model: PeftModel) -> list[str]:
-    """A line for the log, if the model has other adapters than the :func:`trained_adapter`."""
-    trained = trained_adapter(peft_model)
-    names = sorted(name for name in peft_model.peft_config if name != trained)
-    return [f'only the trained adapter {trained!r} is saved, without the frozen {names}'] if names else []
+def only_adapter(peft_model: PeftModel) -> str:
+    """The name of the adapter in use, where a folder has a place for one.
+
+    Raises:
+        ModelError: There are several, or none as in :func:`adapters_in_use`.
+    """
+    names = adapters_in_use(peft_model)
+    if len(names) > 1:
+        kind = type(peft_model.get_base_model()).__name__
+        raise ModelError(
+            f'the outputs of {kind} are made by several adapters, {names}, and a folder of this layout holds one; set '
+            f"lora to 'merge'"
+        )
+    return names[0]
+
+
+def inactive_adapters(peft_model: PeftModel) -> list[str]:
+    """A line for the log, if the model has other adapters than the :func:`adapters_in_use`."""
+    active = adapters_in_use(peft_model)
+    names = sorted(name for name in peft_model.peft_config if name not in active)
+    return [f'only what is active is saved, {active}, without the inactive adapters {names}'] if names else []
+
+
+def _base_paths(path: str) -> list[str]:
+    """Where the base model of the PeftModel at ``path`` may be: directly below it (prompt tuning), or in a tuner."""
+    return [f'{path}.base_model'.removeprefix('.'), base_path(path)]
 
 
 def base_path(path: str) -> str:

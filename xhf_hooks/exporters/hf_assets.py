@@ -9,16 +9,30 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_json, is_remote_code
+from xhf_hooks.base_files import (
+    PROCESSOR_FILES,
+    base_file,
+    base_folder,
+    base_json,
+    is_remote_code,
+    read_base_code,
+    read_base_files,
+)
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.compat.transformers import dtype_field, move_generation_fields, text_config
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.surroundings import WEIGHTS, read_files
+from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.index import weight_files
+from xhf_hooks.format.safetensors import read_header
+from xhf_hooks.format.text import counted, error_text, some
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import quiet
 
@@ -28,6 +42,10 @@ if TYPE_CHECKING:
 
 #: Embeddings are padded to a multiple of this, or of a multiple of it.
 _ROWS_MULTIPLE = 8
+#: What readers other than transformers' from_pretrained want beside a model, and training does not change.
+_COMPANIONS = ('modules.json', 'config_sentence_transformers.json', 'sentence_bert_config.json', 'spk_dict.pt')
+#: Fields of config.json that save_pretrained itself sets.
+_OF_EACH_SAVE = ('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'auto_map', '_name_or_path')
 #: Fields that count layers for multi-token prediction, such as num_nextn_predict_layers (DeepSeek, GLM, MiMo) and
 #: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
 _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
@@ -58,7 +76,7 @@ def exported_config(
     _restore_use_cache(config, base)
     if text is not config:
         name = next((name for name, part in vars(config).items() if part is text), '')
-        _restore_use_cache(text, {'use_cache': True, **base.get(name, {})})
+        _restore_use_cache(text, base.get(name, {}))
     return config
 
 
@@ -102,11 +120,16 @@ def write(
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
     if getattr(config, '_attn_implementation_autoset', False):
         config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
+    own_save = _try_own_save(model, folder)
+    generation = None
     if model.can_generate() and model.generation_config is not None:
-        generation = _saved_generation_config(model, folder)
+        generation = _saved_generation_config(model, own_save)
         move_generation_fields(config, generation)
+    warnings += write_config(folder, config)
+    if own_save is not None:
+        warnings += _write_own_save(folder, model_class(model), own_save)
+    if generation is not None:
         warnings += _write_generation_config(folder, generation, eos_token_ids, base_dir)
-    warnings = write_config(folder, config) + warnings
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_dir)
     names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
@@ -116,7 +139,38 @@ def write(
         path = base_file(base_dir, name)
         if path is not None and not (folder / name).exists():
             shutil.copyfile(path, folder / name)
-    return warnings
+    if model_class(model).__name__ in (base_json(base_dir, 'config.json').get('architectures') or ()):
+        _copy_companions(folder, base_dir)
+    return warnings + _write_named_code(folder, base_dir)
+
+
+def _copy_companions(folder: Path, base_dir: str) -> None:
+    """Copy what the base has for other readers of its class: sentence-transformers' modules, voices of Qwen-Omni."""
+    names = [*_COMPANIONS]
+    with suppress(ValueError, TypeError, KeyError):  # a damaged modules.json is copied as it is
+        for content in read_base_files(base_dir, ('modules.json',)).values():
+            paths = [module['path'] for module in json.loads(content)]
+            names += [f'{path}/{name}' for path in paths if path for name in ('config.json', 'model.safetensors')]
+    for name, content in read_base_files(base_dir, names).items():
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def _write_named_code(folder: Path, base_dir: str) -> list[str]:
+    """Copy the code that the settings name, as those of a base do whose class is one of transformers by now.
+
+    Nothing is executed. What custom code itself has saved stays.
+    """
+    files = {path.name: path.read_bytes() for path in folder.glob('*.json')}
+    code, missing = read_base_code(base_dir, files)
+    for name, content in code.items():
+        if not (folder / name).exists():
+            (folder / name).write_bytes(content)
+    missing = [name for name in missing if not (folder / name).exists()]
+    if not missing:
+        return []
+    return [f'auto_map names code that is not in the folder, since the base model {base_dir!r} lacks it: {missing}']
 
 
 def require_json(model: PreTrainedModel) -> None:
@@ -191,22 +245,73 @@ def _write_generation_config(
     return [f'generation_config.json: do_sample was set to True, without which transformers refuses it: {problem}']
 
 
-def _saved_generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig:
+def _saved_generation_config(model: PreTrainedModel, own_save: _OwnSave | None) -> GenerationConfig:
     """A copy of what ``save_pretrained`` writes. Classes that override it, such as CSM's, add to it there."""
-    from transformers import PreTrainedModel
-
     # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
     original = getattr(model, 'origin_generation_config', None)
-    generation = copy.deepcopy(model.generation_config if original is None else original)
+    if original is None and own_save is not None:
+        return own_save.generation
+    return copy.deepcopy(model.generation_config if original is None else original)
+
+
+@dataclass(frozen=True)
+class _OwnSave:
+    """What a class that overrides ``save_pretrained`` writes besides weights.
+
+    Attributes:
+        generation: The generation config as the override has left it.
+        files: Content by path.
+        fields: Those of config.json that the override has set.
+        error: Why it could not be tried to the end; None if it was.
+    """
+
+    generation: GenerationConfig | None
+    files: dict[str, bytes]
+    fields: dict[str, Any]
+    error: Exception | None
+
+
+def _try_own_save(model: PreTrainedModel, folder: Path) -> _OwnSave | None:
+    """Run the class's ``save_pretrained`` without weights; None if it is the one of transformers."""
+    from transformers import PreTrainedModel
+
     kind = model_class(model)
     if kind.save_pretrained is PreTrainedModel.save_pretrained:
-        return generation
+        return None
     trial = copy.copy(model)  # it edits the configs; the tensors are shared
-    trial.config, trial.generation_config = copy.deepcopy(model.config), generation
-    # An override need not accept an empty state dict
-    with suppress(Exception), quiet(), tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as temporary:
-        kind.save_pretrained(trial, temporary, state_dict={}, is_main_process=False)
-    return trial.generation_config
+    trial.config, trial.generation_config = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    before = json.loads(trial.config.to_json_string())
+    error = None
+    with quiet(), tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as temporary:
+        try:
+            kind.save_pretrained(trial, temporary, state_dict={})
+        except Exception as raised:  # an override need not accept an empty state dict
+            error = raised
+        found = read_files(Path(temporary))
+    files = {
+        name: data for name, data in found.items() if not name.endswith(WEIGHTS) and name != 'generation_config.json'
+    }
+    after = json.loads(files.pop('config.json', b'{}'))
+    fields = {name: value for name, value in after.items() if name not in before or before[name] != value}
+    return _OwnSave(trial.generation_config, files, {k: v for k, v in fields.items() if k not in _OF_EACH_SAVE}, error)
+
+
+def _write_own_save(folder: Path, kind: type, own_save: _OwnSave) -> list[str]:
+    """Write what the class's ``save_pretrained`` has written besides weights, and return warnings."""
+    for name, content in own_save.files.items():
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    if own_save.fields:
+        config = strict_json.read(folder / 'config.json')
+        text = json.dumps({**config, **own_save.fields}, indent=2, sort_keys=True) + '\n'  # as transformers does
+        (folder / 'config.json').write_text(text, encoding='utf-8')
+    if own_save.error is None or kind.__module__.startswith('transformers.'):
+        return []
+    return [
+        f'{kind.__name__} has a save_pretrained of its own, which could not be run without weights '
+        f'({error_text(own_save.error)}): what it writes besides them may be missing'
+    ]
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
@@ -223,6 +328,7 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
         ModelError: There are more tokens than embeddings. Not for one like the base's own: some bases have more, such
             as Gemma 3's text models.
     """
+    tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
     if tokenizer is None or embedding_rows is None or not hasattr(tokenizer, '__len__'):
         return []
     n_tokens = len(tokenizer)
@@ -258,4 +364,32 @@ def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
     return [
         f'config.json has {name}={value}, but the class of the trained model has no layers for multi-token prediction, '
         f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0'
+    ]
+
+
+def missing_modules(names: Iterable[str], reference: PreTrainedModel, base_dir: str) -> list[str]:
+    """A warning that names tensors of the base in modules that its class in transformers does not have.
+
+    Such as layers for multi-token prediction, whether or not a field of config.json announces them.
+
+    Args:
+        names: Those that are written.
+        reference: The model that ``from_pretrained`` will build.
+    """
+    folder, kind = base_folder(base_dir), type(reference).__name__
+    if folder is None or kind not in (base_json(base_dir, 'config.json').get('architectures') or ()):
+        return []
+    in_base = [entry.name for path in weight_files(folder) if path.is_file() for entry in read_header(path).entries]
+    written = set(names)
+    if written.isdisjoint(in_base):  # the base has them in another format
+        return []
+    prefix = f'{reference.base_model_prefix}.'
+    modules = {name for name, _ in reference.named_modules(remove_duplicate=False)}
+    known = modules | {f'{prefix}{name}' for name in modules} | {name.removeprefix(prefix) for name in modules}
+    missing = [name for name in in_base if name not in written and name.rpartition('.')[0] not in known]
+    if not missing:
+        return []
+    return [
+        f'{counted(len(missing), "tensor")} of the base model {base_dir!r} are not in the save, since {kind} of '
+        f'transformers has no modules for them: {some(missing)}; readers that use them must take them from the base'
     ]

@@ -26,6 +26,7 @@ from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quant
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
+from xhf_hooks.exporters.surroundings import write_what_surrounds
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
@@ -76,6 +77,8 @@ class HuggingFaceExporter(Exporter):
         self._reference: PreTrainedModel | None = None
         self._names: dict[str, TensorSpec] = {}  # in the model that from_pretrained will build
         self._not_written: set[str] = set()  # of these names
+        self._hf_names: list[str] = []  # those that are written
+        self._missing: list[str] | None = None  # a warning about what the base has, and they lack
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
@@ -118,6 +121,7 @@ class HuggingFaceExporter(Exporter):
         elif dtype is not None:
             entries = self._cast(entries, dtype)
         entries = with_computed(entries, self._computed)
+        self._hf_names, self._missing = [entry.hf_name for entry in entries], None
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
         read = {name for entry in entries for name in entry.reads}
@@ -187,7 +191,8 @@ class HuggingFaceExporter(Exporter):
         return getattr(transformers, of_model.__name__, of_model)
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        return self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
+        warnings = self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
+        return warnings + write_what_surrounds(folder, self.whole, self._path)
 
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
@@ -196,7 +201,10 @@ class HuggingFaceExporter(Exporter):
         warnings = hf_assets.compare_vocabulary(tokenizer, rows, self)
         warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
         warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
-        return warnings + hf_assets.missing_mtp_layers(self._names, self.base_dir)
+        if self._missing is None:  # reading the headers of a large base takes a second
+            missing = hf_assets.missing_mtp_layers(self._names, self.base_dir)
+            self._missing = missing or hf_assets.missing_modules(self._hf_names, self._reference, self.base_dir)
+        return warnings + self._missing
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         """The exported module's tensors in state-dict order, by each of their names relative to the module."""

@@ -15,16 +15,17 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
 from xhf_hooks.exporters.find_model import (
     adapters_in,
+    adapters_in_use,
     base_path,
     find_adapter,
     find_pretrained,
-    frozen_adapters,
-    trained_adapter,
+    inactive_adapters,
 )
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
-from xhf_hooks.format.text import counted
+from xhf_hooks.format.text import counted, error_text
 from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -43,10 +44,11 @@ ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 class LoraExporter(CompositeExporter):
     """Exports a ``PeftModel``: the trained model, or a part of it such as XTuner's ``llm``.
 
-    Writes the adapter, the merged model, or the merged model with the adapter in a subfolder.
+    Writes the active adapter, the merged model, or the merged model with the adapter in a subfolder. Several active
+    adapters are merged together, or written into the folders into which peft's ``save_pretrained`` writes them.
 
     Raises:
-        ModelError: There is not exactly one trainable LoRA adapter, or it cannot be merged.
+        ModelError: The active adapters are not trained, or cannot be merged.
     """
 
     options: tuple[str, ...] = ('lora',)
@@ -54,12 +56,18 @@ class LoraExporter(CompositeExporter):
     def __init__(self, model: nn.Module, module: str | None, lora: str = 'adapter') -> None:
         path, peft_model = find_adapter(model, module)
         self.parts = {}
+        adapters = adapters_in_use(peft_model)
         if lora in ('merge', 'both'):
+            require_lora(peft_model)
             self.parts[''] = self._merged(model, base_path(path), peft_model)
         if lora in ('adapter', 'both'):
-            self.parts[ADAPTER_FOLDER if self.parts else ''] = self._adapter(path, peft_model, alone=not self.parts)
-        self._model = self.parts['']._model
-        self.notes = tuple(frozen_adapters(peft_model))
+            above = [ADAPTER_FOLDER] if self.parts else []
+            for name in adapters:
+                below = [] if len(adapters) == 1 or name == 'default' else [name]
+                self.parts['/'.join(above + below)] = self._adapter(path, peft_model, name)
+        self.tokenizer_folder = next(iter(self.parts))
+        self._model = self.parts[self.tokenizer_folder]._model
+        self.notes = tuple(inactive_adapters(peft_model))
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -72,8 +80,8 @@ class LoraExporter(CompositeExporter):
     def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
         return HuggingFaceExporter(model, path, {'': peft_model})
 
-    def _adapter(self, path: str, peft_model: PeftModel, *, alone: bool) -> Exporter:
-        return AdapterExporter(path, peft_model, alone=alone)
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> Exporter:
+        return AdapterExporter(path, peft_model, adapter)
 
 
 class AdapterExporter(Exporter):
@@ -84,40 +92,64 @@ class AdapterExporter(Exporter):
 
     Args:
         path: Path of the PeftModel in the trained model.
-        alone: No merged model is written beside it; :meth:`entries` then raises a ModelError if a trained tensor
-            would be lost.
+        adapter: The name of the adapter to write.
     """
 
-    def __init__(self, path: str, peft_model: PeftModel, *, alone: bool) -> None:
+    def __init__(self, path: str, peft_model: PeftModel, adapter: str) -> None:
         self._path = path
         self._peft_model = peft_model
-        self._alone = alone
-        self._adapter = trained_adapter(peft_model)
+        self._adapter = adapter
         self._model = peft_model.get_base_model()
         self._embedding_rows: int | None = None  # known after entries()
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        from peft import get_peft_model_state_dict
-
         # peft uses module paths, and FSDP1 adds components to them
         live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
         own = specs_below(self._path, specs)
         by_path = {live[name]: spec for name, spec in own.items()}
-        found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=self._adapter)
-        found = {without_wrappers(name): spec for name, spec in found.items()}
+        found_by_adapter = {name: self._saved_by_peft(name, by_path) for name in adapters_in_use(self._peft_model)}
+        found = found_by_adapter[self._adapter]
         read = {spec.name for spec in found.values()}
+        read_by_all = {spec.name for one in found_by_adapter.values() for spec in one.values()}
         tensors, embeddings = module_tensors(self._peft_model), set(map(id, token_embeddings(self._model)))
         rows = (own[name].shape[0] for name, tensor in tensors if id(tensor) in embeddings and name in own)
         self._embedding_rows = max(rows, default=None)
         trained = {name for name, tensor in tensors if tensor.requires_grad}
-        lost = {spec.name for name, spec in own.items() if name in trained} - read
-        if self._alone and lost:
+        lost = {spec.name for name, spec in own.items() if name in trained} - read_by_all
+        if lost:
             raise ModelError(
                 f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return unchanged_entries(found, dtype, ADAPTER_FILES)
+
+    def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """What peft's ``save_pretrained`` writes of an adapter, by the names that it gives.
+
+        Args:
+            adapter: The name of the adapter.
+            by_path: The tensors of the PeftModel.
+
+        Raises:
+            ModelError: peft computes what it writes from values of tensors.
+        """
+        from peft import get_peft_model_state_dict
+
+        config = self._peft_model.peft_config[adapter]
+        kind = str(config.peft_type.value)
+        if config.is_prompt_learning:
+            encoder = f'prompt_encoder.{adapter}.'
+            if [name for name in by_path if name.startswith(encoder)] != [f'{encoder}embedding.weight']:
+                raise _computed_by_peft(kind, 'the outputs of its encoder')
+            return {'prompt_embeddings': by_path[f'{encoder}embedding.weight']}
+        if kind == 'ADALORA':
+            raise _computed_by_peft(kind, 'the ranks that it has not pruned')
+        try:
+            found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=adapter)
+        except Exception as error:  # it expects tensors
+            raise _computed_by_peft(kind, f'what it computes ({error_text(error)})') from error
+        return {without_wrappers(name): spec for name, spec in found.items()}
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         try:
@@ -159,6 +191,15 @@ class AdapterExporter(Exporter):
         return warnings
 
 
+def _computed_by_peft(kind: str, what: str) -> ModelError:
+    return ModelError(
+        f'of an adapter of type {kind}, peft writes {what}, not tensors of the model as they are, which is all '
+        f"that this save can copy. Save it with peft's own save_pretrained (at ZeRO-3 in zero.GatheredParameters), "
+        f'or train with LoraConfig, IA3Config, VeraConfig, PromptTuningConfig, or PrefixTuningConfig without '
+        f'prefix_projection'
+    )
+
+
 @EXPORTERS.register_module()
 class NestedLoraExporter(HuggingFaceExporter):
     """Exports a ``PreTrainedModel`` with adapters on some parts, such as XTuner's ``InternVL_V1_5``, merged and whole.
@@ -176,7 +217,7 @@ class NestedLoraExporter(HuggingFaceExporter):
             expected = f"None or 'merge', because {type(pretrained).__name__} has adapters on {sorted(adapters)}, which"
             raise OptionError('lora', f'{expected} cannot be loaded separately', lora)
         super().__init__(model, path, adapters)
-        self.notes = tuple(note for peft_model in adapters.values() for note in frozen_adapters(peft_model))
+        self.notes = tuple(note for peft_model in adapters.values() for note in inactive_adapters(peft_model))
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,31 @@ from torch import nn
 from xhf_hooks.compat.peft import magnitude_name, uses_dora
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.computed import ComputedTensor
-from xhf_hooks.exporters.find_model import base_path, trained_adapter
+from xhf_hooks.exporters.find_model import adapters_in_use, base_path
 from xhf_hooks.model import without_wrappers
 from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What one adapter adds to a weight.
+
+    Attributes:
+        lora_a: Source name of the first factor, ``(rank, in, ...)``.
+        lora_b: Source name of the second factor, ``(out, rank, ...)``.
+        magnitude: Source name of DoRA's magnitudes, ``out`` elements; None without DoRA.
+        scaling: Factor of their product.
+    """
+
+    lora_a: str
+    lora_b: str
+    magnitude: str | None
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -30,37 +48,42 @@ class WeightMerge:
     product, sum and norm; here the result is rounded once, on write.
 
     Attributes:
-        base, lora_a, lora_b, magnitude: Source names. Shapes ``(out, in, ...)``, ``(rank, in, ...)``,
-            ``(out, rank, ...)`` and, with DoRA, ``out`` elements.
+        base: Source name of the weight, ``(out, in, ...)``.
+        updates: What each active adapter adds to it, in the order in which peft merges them.
         transposed: The weight is stored as ``(in, out)``: embeddings, and GPT-2's Conv1D.
         of_experts: peft's ``ParamWrapper`` of a weight ``(experts, out, in)``, or ``(experts, in, out)`` if transposed.
-            The others are ``(experts * rank, in)`` and ``(out, rank * experts)``.
+            The factors are ``(experts * rank, in)`` and ``(out, rank * experts)``.
     """
 
     base: str
-    lora_a: str
-    lora_b: str
-    magnitude: str | None
-    scaling: float
+    updates: tuple[LowRankUpdate, ...]
     transposed: bool
     of_experts: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.base, self.lora_a, self.lora_b, self.magnitude)))
+        names = [name for one in self.updates for name in (one.lora_a, one.lora_b, one.magnitude)]
+        return tuple(filter(None, (self.base, *names)))
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         weight = tensors[self.base]
+        for update in self.updates:
+            weight = self._updated(weight, update, tensors)
+        return weight
+
+    def _updated(
+        self, weight: torch.Tensor, update: LowRankUpdate, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        a, b = (tensors[name].to(dtype).flatten(1) for name in (self.lora_a, self.lora_b))
+        a, b = (tensors[name].to(dtype).flatten(1) for name in (update.lora_a, update.lora_b))
         if self.of_experts:
             a, b = a.reshape(len(weight), -1, a.shape[1]), b.reshape(len(b), -1, len(weight))
-            merged = torch.einsum(f'ore,eri->{"eio" if self.transposed else "eoi"}', b, a).mul_(self.scaling)
+            merged = torch.einsum(f'ore,eri->{"eio" if self.transposed else "eoi"}', b, a).mul_(update.scaling)
             return merged.add_(weight)
-        merged = (b @ a).mul_(self.scaling)  # in place from here on, to save memory
+        merged = (b @ a).mul_(update.scaling)  # in place from here on, to save memory
         merged += weight.T if self.transposed else weight.reshape(merged.shape)
-        if self.magnitude is not None:
-            factor = tensors[self.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
+        if update.magnitude is not None:
+            factor = tensors[update.magnitude].to(dtype).flatten() / torch.linalg.norm(merged, dim=1)
             merged *= factor.unsqueeze(1)
         return (merged.T if self.transposed else merged).reshape(weight.shape)
 
@@ -88,23 +111,23 @@ def merge_adapters(
         )
     # The base of ModulesToSaveWrapper, which is alone before peft 0.15
     auxiliary = getattr(other, 'AuxiliaryTrainingWrapper', other.ModulesToSaveWrapper)
-    trained = {path: trained_adapter(peft_model) for path, peft_model in adapters.items()}
+    for peft_model in adapters.values():
+        require_lora(peft_model)
     merges: dict[str, ComputedTensor] = {}
     merged: set[str] = set()
     kept_below = {path: base_path(path) for path in adapters if path}  # by path of the wrapper
     for wrapped_path, module in model.named_modules(remove_duplicate=False):
         path = without_wrappers(wrapped_path)
-        adapter = next((name for at, name in trained.items() if not at or path.startswith(f'{at}.')), '')
         if isinstance(module, LoraLayer):
             kept_below[path] = f'{path}.base_layer'
-            if adapter in module.r:  # else it has only a frozen one
-                weight, merge = _merge_of(path, module, adapter, own)
+            active = [name for name in module.active_adapters if name in module.r]
+            if active:  # else it has only inactive ones
+                weight, merge = _merge_of(path, module, active, own)
                 if merges.setdefault(merge.base, merge) != merge:
                     raise _tied(weight)
                 merged.add(weight)
         elif isinstance(module, other.ModulesToSaveWrapper):
-            is_trained = adapter in module.modules_to_save
-            kept_below[path] = f'{path}.modules_to_save.{adapter}' if is_trained else f'{path}.original_module'
+            kept_below[path] = f'{path}.{_copy_in_use(module) or "original_module"}'
         elif isinstance(module, (BaseTunerLayer, auxiliary)):
             raise _unknown(path, module)
     for name, spec in own.items():
@@ -113,20 +136,57 @@ def merge_adapters(
     return dict(_stripped(own, kept_below)), merges
 
 
-def _merge_of(path: str, layer: LoraLayer, adapter: str, own: Mapping[str, TensorSpec]) -> tuple[str, WeightMerge]:
-    """The name of the weight that a layer adapts, and how it is merged."""
+def require_lora(peft_model: PeftModel) -> None:
+    """Refuse to merge other adapters than those of LoRA.
+
+    Raises:
+        ModelError: An active adapter is of another kind.
+    """
+    kinds = {name: str(peft_model.peft_config[name].peft_type.value) for name in adapters_in_use(peft_model)}
+    if set(kinds.values()) != {'LORA'}:
+        kind = type(peft_model.get_base_model()).__name__
+        raise ModelError(
+            f"merging needs adapters of LoRA, found {kinds} on {kind}; set lora to 'adapter', or train with LoraConfig"
+        )
+
+
+def _copy_in_use(wrapper: ModulesToSaveWrapper) -> str | None:
+    """The path, in the wrapper, of the copy that makes its outputs; None if that is the original module."""
+    active = wrapper.active_adapter
+    names = [active] if isinstance(active, str) else list(active)
+    # As in peft's AuxiliaryTrainingWrapper.forward
+    is_copy = bool(names) and all(name in wrapper.modules_to_save for name in names)
+    return f'modules_to_save.{names[0]}' if is_copy else None
+
+
+def _merge_of(
+    path: str, layer: LoraLayer, active: Sequence[str], own: Mapping[str, TensorSpec]
+) -> tuple[str, WeightMerge]:
+    """The name of the weight that a layer adapts, and how it is merged.
+
+    Args:
+        active: The active adapters that the layer has.
+    """
     from peft.tuners.lora import layer as kinds
 
-    with_dora, variant = uses_dora(layer, adapter), getattr(layer, 'lora_variant', {}).get(adapter)
     # Old versions of peft have fewer
     names = ('Linear', 'Embedding', 'Conv1d', 'Conv2d', 'Conv3d', 'ParamWrapper')
-    is_known = type(layer) in [getattr(kinds, name, None) for name in names] and (with_dora or variant is None)
+    with_dora = {name: uses_dora(layer, name) for name in active}
+    variants = getattr(layer, 'lora_variant', {})
+    is_known = type(layer) in [getattr(kinds, name, None) for name in names]
+    is_known &= all(with_dora[name] or variants.get(name) is None for name in active)
+    if len(active) > 1 and any(with_dora.values()):
+        raise ModelError(
+            f'{path}: DoRA beside another active adapter cannot be merged: {list(active)}. Each scales what the model '
+            f"computes without the other; set lora to 'adapter', or activate one of them"
+        )
     grouped = getattr(layer.get_base_layer(), 'groups', 1) > 1  # which peft cannot merge
     weight, inner = path, layer
     while hasattr(inner, 'base_layer'):  # of several parameters of one module each has its ParamWrapper
         weight, inner = f'{weight}.base_layer', inner.base_layer
     weight = f'{weight}.{getattr(layer, "parameter_name", "weight")}'
-    if not is_known or grouped or getattr(layer, 'lora_bias', {}).get(adapter) or weight not in own:
+    has_bias = any(getattr(layer, 'lora_bias', {}).get(name) for name in active)
+    if not is_known or grouped or has_bias or weight not in own:
         raise _unknown(path, layer)
     if layer.merged:
         raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
@@ -137,15 +197,16 @@ def _merge_of(path: str, layer: LoraLayer, adapter: str, own: Mapping[str, Tenso
         transposed = not getattr(layer, '_did_swap_in_out_features', False)  # peft 0.17 and 0.18 never swap
     else:
         transposed = is_embedding or bool(getattr(layer, 'fan_in_fan_out', False))
-    return weight, WeightMerge(
-        base=own[weight].name,
-        lora_a=own[part.format(path, 'A', adapter)].name,
-        lora_b=own[part.format(path, 'B', adapter)].name,
-        magnitude=own[magnitude_name(path, adapter, own)].name if with_dora else None,
-        scaling=layer.scaling[adapter],
-        transposed=transposed,
-        of_experts=of_experts,
+    updates = tuple(
+        LowRankUpdate(
+            lora_a=own[part.format(path, 'A', name)].name,
+            lora_b=own[part.format(path, 'B', name)].name,
+            magnitude=own[magnitude_name(path, name, own)].name if with_dora[name] else None,
+            scaling=layer.scaling[name],
+        )
+        for name in active
     )
+    return weight, WeightMerge(own[weight].name, updates, transposed, of_experts)
 
 
 def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> Iterator[tuple[str, TensorSpec]]:

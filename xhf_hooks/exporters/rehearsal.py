@@ -98,7 +98,9 @@ def load_and_tell(
     return model, {problem: sorted(map(str, which)) for problem, which in names.items()}
 
 
-def load_empty_adapter(base: PreTrainedModel, config: PeftConfig, placements: Sequence[Placement]) -> Problems:
+def load_empty_adapter(
+    base: PreTrainedModel, config: PeftConfig, placements: Sequence[Placement | ExportEntry]
+) -> Problems:
     """Load an adapter with peft, onto a base on the meta device, and return what does not fit. Runs on: rank 0.
 
     Args:
@@ -167,9 +169,12 @@ def needs_its_code(kind: type) -> list[str]:
     """A line for the log, if the class that loads is not one of transformers."""
     if kind.__module__.partition('.')[0] == 'transformers':
         return []
+    remedy = f'{kind.__name__}.register_for_auto_class() puts its code into them'
+    if kind.__module__ == '__main__':  # custom_object_save of transformers leaves out such code
+        remedy = f'with the class in a module of its own, and not in the script, {remedy}'
     return [
         f'{kind.__name__} is a class of {kind.__module__}, not of transformers: only code that has it can load these '
-        f'folders; {kind.__name__}.register_for_auto_class() puts its code into them'
+        f'folders; {remedy}'
     ]
 
 

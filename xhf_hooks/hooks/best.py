@@ -6,7 +6,7 @@ import contextlib
 import glob
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ class BestMetric(CheckpointHook):
                 raise OptionError('rule', f"'greater' or 'less', for the metric {save_best!r}", rule) from None
             raise OptionError('save_best/rule', f'what CheckpointHook accepts ({error})', (save_best, rule)) from error
         self._earlier: Sequence[BestSave] = ()
+        self._blocked: set[str] = set()  # metrics whose best saves would replace a folder that this run may not replace
+        if len(set(self.suffixes())) < len(self.key_indicators):  # no metric may replace the best save of another
+            raise OptionError(
+                'save_best', "metrics that differ in more than '/' and '_', which name folders", save_best
+            )
 
     def begin(self, newest: Path, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
         """Take over the scores of earlier saves, and return log messages. Runs on: rank 0.
@@ -93,12 +98,15 @@ class BestMetric(CheckpointHook):
         known = [metric for metric in self.key_indicators if _score_key(metric) in hub.runtime_info]
         return [f'best {metric} so far: {float(self._best(metric, hub)):.4f}' for metric in known]
 
-    def improved(self, metrics: Mapping[str, Any], hub: MessageHub) -> dict[str, float]:
+    def improved(self, metrics: Mapping[str, Any], hub: MessageHub, warn: Callable[[str], object]) -> dict[str, float]:
         """The metrics that have improved, with their scores. Runs on: rank 0; those of other ranks may differ.
+
+        Args:
+            warn: Called if best saves by a metric that :meth:`begin` did not know yet would replace a folder that an
+                earlier run left. There are none then, and training goes on: it may have taken hours until here.
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.
-            TargetError: As for :meth:`begin`, if the metric was not known then.
         """
         if self.key_indicators == ['auto']:
             first = next(iter(metrics))
@@ -110,7 +118,13 @@ class BestMetric(CheckpointHook):
         for metric in self.key_indicators:
             if metric not in metrics:
                 raise OptionError('save_best', f'one of the validation results {sorted(metrics)}', metric)
-            self._take_over(metric, hub)
+            try:
+                self._take_over(metric, hub)
+            except TargetError as error:
+                if metric not in self._blocked:
+                    self._blocked.add(metric)
+                    warn(f'save_best: this run makes no best saves by {metric!r}: {error}, for the next run')
+                continue
             if metrics[metric] is not None and self.is_better_than[metric](metrics[metric], self._best(metric, hub)):
                 better[metric] = float(metrics[metric])
         return better

@@ -18,7 +18,7 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
-from xhf_hooks.options import HookOptions, explains
+from xhf_hooks.options import HookOptions, explains, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.frontend import RunFrontend
@@ -66,9 +66,11 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
+        out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
+        require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         self._saves = CheckpointManager(
             unwrapped,
-            Path(self.out_dir or Path(runner.log_dir, 'hf_model')),
+            out_dir,
             self,
             log,
             when=None if self._schedule.interval <= 0 else str(self._schedule),
@@ -128,7 +130,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             if not metrics:
                 saves.log.warning('save_best: this validation has no results to compare')
                 return []
-            improved = best.improved(metrics, runner.message_hub)
+            improved = best.improved(metrics, runner.message_hub, saves.log.warning)
             return [
                 (metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()
             ]

@@ -73,6 +73,7 @@ def save_hf(
         saves = CheckpointManager(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
+        saves.newest.stays_locked = True  # a loop of calls is one run
         try:
             saves.save(Step('iter', number, number))
         finally:

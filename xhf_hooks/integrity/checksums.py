@@ -11,6 +11,7 @@ from xhf_hooks.format import checksum
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.safetensors import Header
 from xhf_hooks.integrity.manifest import FileRecord, TensorRecord
+from xhf_hooks.system.files import drop_page_cache, read_ahead
 from xhf_hooks.system.threads import WorkerThreads
 
 _WINDOW_NBYTES = 1 << 20  # per read, a multiple of every element size
@@ -35,7 +36,7 @@ class _Part:
 
     def read(self) -> int:
         """Sum it; returns its bytes. Runs on: a worker thread."""
-        os.posix_fadvise(self.fd, self.start, self.nbytes, os.POSIX_FADV_WILLNEED)
+        read_ahead(self.fd, self.start, self.nbytes)
         buffer = memoryview(bytearray(min(_WINDOW_NBYTES, self.nbytes)))
         for at in range(self.start, self.end, _WINDOW_NBYTES):
             window = buffer[: self.end - at]
@@ -63,7 +64,7 @@ def sum_file(
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if from_disk:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_page_cache(fd, 0, 0)
         size = os.fstat(fd).st_size
         start = size if header is None else header.data_start
         segments: list[tuple[str | None, str, int, int]] = [(None, '', 0, start)]

@@ -23,13 +23,15 @@ from xhf_hooks.system.versions import package_versions
 FORMAT_VERSION = 2
 
 
-def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> bytes:
+def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, final_name: str) -> bytes:
     """Complete a staging folder, which has all but indexes, and make its manifest. Runs on: rank 0.
 
     Weights are not read: their checksums were computed in memory before the write.
 
     Args:
         number: Counts commits under one final name, over all runs.
+        run: Identifies the run.
+        final_name: The name of the folder under which the newest save is found.
     """
     plan, step = save.plan, save.step
     for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
@@ -41,7 +43,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str) -> b
         'iteration': step.iteration,
         'packages': package_versions(),
         **save.facts,
-        'commit': {'number': number, 'run': run},
+        'commit': {'number': number, 'run': run, 'name': final_name},
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
     return (json.dumps(content, indent=1) + '\n').encode()
@@ -101,11 +103,13 @@ class Manifest:
     Attributes:
         files: By relative path, with slashes. The manifest itself is not among them.
         number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
+        name: The final name under which it was committed; '' if the manifest does not have it.
     """
 
     files: dict[str, FileRecord]
     step: Step
     number: int
+    name: str
     facts: dict[str, Any] = field(repr=False)
 
     def is_later(self, other: Manifest) -> bool:
@@ -154,10 +158,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         files = {name: _file(name, found) for name, found in content['files'].items()}
         step = Step(str(content['step']['unit']), _count(content['step']['number']), _count(content['iteration']))
-        number = _count(content.get('commit', {}).get('number', 0))
+        commit = content.get('commit', {})
+        number, folder = _count(commit.get('number', 0)), str(commit.get('name', ''))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f'{where}: malformed: {type(error).__name__}: {str(error)[:200]}') from None
-    return Manifest(files, step, number, {key: value for key, value in content.items() if key != 'files'})
+    return Manifest(files, step, number, folder, {key: value for key, value in content.items() if key != 'files'})
 
 
 def _file(name: str, found: Any) -> FileRecord:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xhf_hooks.exporters.find_model import adapters_in, trained_adapter
+from xhf_hooks.exporters.find_model import adapters_in, adapters_in_use
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.model import module_tensors
@@ -24,8 +24,9 @@ def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:
 def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Names of weights that adapters edit when they are made, as PiSSA and OLoRA do, and the name of the init."""
     for path, peft_model in adapters_in(module).items():
-        init = peft_model.peft_config[trained_adapter(peft_model)].init_lora_weights
-        if _edits_base(init):
+        configs = (peft_model.peft_config[name] for name in adapters_in_use(peft_model))
+        inits = [getattr(config, 'init_lora_weights', None) for config in configs]  # other tuners have none
+        for init in filter(_edits_base, inits):
             names = (f'{path}.{name}'.removeprefix('.') for name, _ in peft_model.named_parameters())
             yield from ((name, str(init)) for name in names if '.base_layer.' in name)
 

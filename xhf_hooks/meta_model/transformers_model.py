@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_file
+from xhf_hooks.base_files import base_file, base_folder
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.on_meta import call_on_meta
@@ -127,6 +127,8 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         config.to_json_string()  # as is done when the weights are written
         if model.can_generate() and base_file(base, 'generation_config.json') is not None:
             model.generation_config = generation_config_in(base)
+    if (folder := base_folder(base)) is not None and not Path(base).is_dir():
+        model.config._commit_hash = folder.name  # a hub name without a revision means the main one
     return model
 
 

@@ -34,7 +34,7 @@ from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_commit, read_manifest
-from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name
+from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
 from xhf_hooks.places.kept_save import KeptSave, keep_save
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.other_folders import OtherFolders
@@ -69,6 +69,7 @@ class CheckpointFolder:
     Attributes:
         staging: The folder that is being filled; None when there is none.
         lock: Held from :meth:`claim` to :meth:`release`.
+        stays_locked: Whether :meth:`release` keeps other processes out until this one ends.
     """
 
     def __init__(
@@ -83,11 +84,13 @@ class CheckpointFolder:
         self.max_keep = max_keep
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
+        self.stays_locked = False
         self.others = OtherFolders(path, warn)
         self.staging: Path | None = None
         self._staged_inode = 0
         self._run = uuid.uuid4().hex
         self._number: int | None = None  # of the last commit; read at the first
+        self._committed = path  # the last commit; has another name if something else has that of the newest save
 
     def beside(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
@@ -116,7 +119,10 @@ class CheckpointFolder:
 
     def release(self) -> None:
         """End the claim, so that another run can use the folder. Does nothing if it is not claimed."""
-        self.lock.release()
+        if self.stays_locked:
+            self.lock.keep_until_exit()
+        else:
+            self.lock.release()
 
     def recover(self) -> None:
         """Clean up after a killed run: move a complete folder to its name, delete a partial one. Never raises."""
@@ -145,8 +151,11 @@ class CheckpointFolder:
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
             )
 
-    def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> None:
+    def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> Path:
         """Check that the save is complete, make it the newest, and only then delete older ones.
+
+        Returns:
+            The folder of the save: the newest, or one with the step in its name, if something else has that name.
 
         Args:
             verify: With 'full', every byte is read back and compared with the checksums taken from memory.
@@ -161,7 +170,7 @@ class CheckpointFolder:
             raise TargetError(f'{self.path}: no save was begun')
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
-        manifest = describe_folder(staging, save, self._next_number(), self._run)
+        manifest = describe_folder(staging, save, self._next_number(), self._run, self.name)
         for path in staging.rglob('*'):
             fsync(path)
         if verify == 'full':
@@ -172,6 +181,7 @@ class CheckpointFolder:
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
         self._publish(staging, save.step)
+        return self._committed
 
     def abort(self) -> None:
         """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
@@ -184,7 +194,7 @@ class CheckpointFolder:
 
     def keep(self) -> KeptSave:
         """Keep the save that was just committed for readers. No save may be committed meanwhile."""
-        return keep_save(self.path, self.others)
+        return keep_save(self._committed, self.others)
 
     def newest_manifest(self) -> bytes | None:
         """The manifest of the newest save; None if there is none. To be called after :meth:`claim`."""
@@ -217,9 +227,18 @@ class CheckpointFolder:
         Raises:
             TargetError: Something else has its name.
         """
+        commit, what = self._look_at_newest()
+        if what:
+            raise TargetError(
+                f'{self.path} {what}, and a save would replace it; move it away, or {self.elsewhere} another'
+            )
+        return commit
+
+    def _look_at_newest(self) -> tuple[Manifest | None, str]:
+        """The manifest of the newest save, None if there is none; and what else has its name, '' if nothing has."""
         found = look_up(self.path)
         if found is None:
-            return None
+            return None, ''
         commit, what = None, ''
         try:
             if not stat.S_ISDIR(found.st_mode):
@@ -228,11 +247,7 @@ class CheckpointFolder:
                 what = 'holds files that this package did not write'
         except OSError as error:
             what = f'cannot be read ({error})'
-        if what:
-            raise TargetError(
-                f'{self.path} {what}, and a save would replace it; move it away, or {self.elsewhere} another'
-            )
-        return commit
+        return commit, what
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
         self.others.guard(bases)
@@ -273,21 +288,29 @@ class CheckpointFolder:
         """A number above those of all saves here: somebody may have made an older one the newest."""
         if self._number is None:
             self._number = max((saved.number for saved in self.others.older().values()), default=0)
-        newest = self._require_ours()
+        newest, _ = self._look_at_newest()
         self._number = 1 + max(self._number, newest.number if newest else 0)
         return self._number
 
     def _publish(self, staging: Path, step: Step) -> None:
-        self._require_ours()
-        replaced = None
-        if self.path.exists():
+        _, foreign = self._look_at_newest()
+        replaced, max_keep, self._committed = None, self.max_keep, self.path
+        if foreign:  # for example, somebody has removed the manifest; a finished save is not thrown away for that
+            self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
+            os.rename(staging, self._committed)
+            max_keep += 1 if max_keep != -1 else 0  # there is no newest one besides
+            self._warn(
+                f'{self.path} {foreign}, so it stays, and the save of {step.label} is {self._committed}; move '
+                f'{self.name} away, and the next save gets its name'
+            )
+        elif self.path.exists():
             replaced = self._replace_newest(staging)
         else:
             os.rename(staging, self.path)
         self.staging = None  # that name may be the old save's
         with self.others.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
             fsync(self.path.parent)  # before anything is deleted
-            self.others.retain(replaced, step, self.max_keep)
+            self.others.retain(replaced, step, max_keep)
 
     def _replace_newest(self, new: Path) -> Path:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import copy
 import errno
 import fcntl
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 from xhf_hooks.places.file_system import look_up
 
@@ -29,6 +33,8 @@ class RunLock:
         holder: Who else has signed the file: holds the lock, or was killed.
     """
 
+    _kept: ClassVar[dict[Path, RunLock]] = {}  # by the path of the lock file; locks belong to the process
+
     def __init__(self, folder: Path) -> None:
         self.path = folder.with_name(f'.{folder.name}.lock')
         self.is_seen = True
@@ -38,11 +44,40 @@ class RunLock:
 
     def acquire(self, patience_secs: float = 0.0) -> bool:
         """Take the lock; False if another run holds it and does not end within ``patience_secs``."""
+        if self._take_over():
+            return True
         deadline = time.monotonic() + patience_secs
         while not self._try():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.2)
+        return True
+
+    def keep_until_exit(self) -> None:
+        """Release the lock for this process alone: another lock of the same folder takes it over, or exit releases it.
+
+        A loop of calls is one run: between two of them no other run may save here.
+        """
+        if self._fd is not None and self._pid == os.getpid():
+            kept = RunLock._kept[self.path] = copy.copy(self)
+            self._fd = None
+            _close_in_children(kept)
+            atexit.register(kept.release)
+
+    def _take_over(self) -> bool:
+        """Take a kept lock of this process, if it is still that of the lock file."""
+        kept = RunLock._kept.pop(self.path, None)
+        if kept is None:
+            return False
+        atexit.unregister(kept.release)
+        found = look_up(self.path)
+        is_of_this_process = kept._fd is not None and kept._pid == os.getpid()
+        if not is_of_this_process or found is None or found.st_ino != os.fstat(kept._fd or 0).st_ino:
+            kept.release()
+            return False
+        self._fd, self._pid, self.is_seen, self.holder = kept._fd, kept._pid, kept.is_seen, ''
+        kept._fd = None
+        _close_in_children(self)
         return True
 
     def release(self) -> None:
@@ -70,6 +105,7 @@ class RunLock:
                 os.fsync(fd)
                 self._fd, self._pid = fd, os.getpid()
                 is_held = True
+                _close_in_children(self)
         finally:
             if not is_held:
                 os.close(fd)
@@ -88,6 +124,22 @@ class RunLock:
             self.is_seen = False
         found = look_up(self.path)
         return found is not None and found.st_ino == os.fstat(fd).st_ino
+
+
+def _close_in_children(lock: RunLock) -> None:
+    """Let processes that are forked from now on close the lock file at once.
+
+    They inherit the lock with it. If the holder were killed, a data loader worker that lives on would hold the lock,
+    and the next run would be refused in the name of a dead process. Closing it in a child does not release the lock.
+    """
+    known = weakref.ref(lock)
+
+    def close() -> None:
+        found = known()
+        if found is not None:
+            found.release()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _open_current(path: Path) -> int | None:

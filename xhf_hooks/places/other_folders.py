@@ -79,6 +79,9 @@ class OtherFolders:
     def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
         """Older saves of these steps, from the last commit to the first; what is not ours is left out.
 
+        Ours were once the newest save here, as their manifests say. A save that ``save_hf`` made as
+        ``hf_model_iter_2`` has such a name by the user's choice, and is not one.
+
         Not by iteration: a resumed run commits some iterations again.
         """
         name = re.escape(self._newest.name)
@@ -87,7 +90,8 @@ class OtherFolders:
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
                 with self.going_on(f'{path} cannot be read, so it stays'):
                     saved = read_commit(path)
-                    if saved and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
+                    is_ours = saved is not None and saved.name == self._newest.name
+                    if saved and is_ours and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
                         found[path] = saved
         by_commit = sorted(found.items(), key=lambda one: (one[1].number, one[1].step.iteration), reverse=True)
         return dict(by_commit)

@@ -198,11 +198,16 @@ class WrittenTensor:
 
 @dataclass(frozen=True)
 class Step:
-    """The point in training that a save belongs to: ``number`` epochs or iterations, and the finished iterations."""
+    """The point in training that a save belongs to: ``number`` epochs or iterations, and the finished iterations.
+
+    Attributes:
+        epochs_done: Epochs done by then, with a fraction, where the trainer counts them so.
+    """
 
     unit: str
     number: int
     iteration: int
+    epochs_done: float | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:

@@ -36,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xhf_hooks.background.exit_wait import ExitWait
 from xhf_hooks.background.listeners import Listeners, poll
 from xhf_hooks.background.on_saved import OnSaved
@@ -44,7 +46,7 @@ from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
-from xhf_hooks.options import CallOptions, RunOptions
+from xhf_hooks.options import CallOptions, RunOptions, require_uploads_apart
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import choose_strategy
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
@@ -55,7 +57,6 @@ from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import require_packages
 
-_STILL_THERE = 'The previous save is still complete.'
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
 
@@ -82,6 +83,7 @@ class CheckpointManager:
         XhfError: Saves will not work; the same on every rank.
     """
 
+    @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
     def __init__(
         self,
         unwrapped: Unwrapped,
@@ -106,6 +108,7 @@ class CheckpointManager:
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
         self._after: Callable[[], None] | None = None  # for the save in flight
         self.saved_at: int | None = None
+        self._saved_checksum: int | None = None  # of this rank's weights at the last save
         self._has_saved = False
         self.newest = CheckpointFolder(path.absolute(), options.max_keep_ckpts, warn=log.warning)
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
@@ -159,6 +162,8 @@ class CheckpointManager:
         if self._saver.background is not None:
             listeners.append(self._saver.background)
         if options.upload_to is not None:
+            with self.collective.stage('preflight'):
+                require_uploads_apart(options.upload_to, self.newest.path)
             paths = [target.path for target in self._targets]
             self._uploads = uploads_of_run(
                 options.upload_to, options.backend_args, options.upload_keep, paths, self.collective, self.log
@@ -178,6 +183,7 @@ class CheckpointManager:
             ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
+    @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
     def save(
         self,
         step: Step,
@@ -185,8 +191,12 @@ class CheckpointManager:
         *,
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
+        remember_weights: bool = False,
     ) -> None:
         """Make one save, in ``newest`` unless another target is given.
+
+        Args:
+            remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
@@ -201,6 +211,7 @@ class CheckpointManager:
                     self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
                 else:
                     committed = self._saver.save(target, step, facts)
+                self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
@@ -284,7 +295,8 @@ class CheckpointManager:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         self.collect()
-        if self._options.save_last and (weights_are_others or self.saved_at != step.iteration):
+        is_saved = self.saved_at == step.iteration and not weights_are_others
+        if self._options.save_last and (not is_saved or self._have_weights_changed()):
             self.save(step)
             self.collect()
         self.save_if_asked(step, at_once=True)
@@ -299,6 +311,15 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, 'waiting for uploads and on_saved')
         self.look()
+
+    def _have_weights_changed(self) -> bool:
+        """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""
+        if self._saved_checksum is None:
+            return False
+        has_changed = True
+        with contextlib.suppress(Exception):  # what cannot be read here fails again in the save, which tells why
+            has_changed = self._saver.checksum_weights() != self._saved_checksum
+        return self.collective.any(has_changed, 'finish')
 
     def manifests_of_others(self) -> list[tuple[bytes, str, str]]:
         """What saves to ``others`` would replace, there and in the store of ``upload_to``. Runs on: rank 0.
@@ -320,7 +341,7 @@ class CheckpointManager:
         """Raise or log an error that all ranks share, depending on ``on_error``."""
         if self._options.on_error == 'raise':
             raise error
-        self.log.error(f'{what} failed and training goes on: {error}. {_STILL_THERE}')
+        self.log.error(f'{what} failed and training goes on: {error}.{self._still_there}')
 
     def close(self) -> None:
         """Wait for a save in flight, release the folders, destroy process groups. Needs no other rank.
@@ -337,6 +358,11 @@ class CheckpointManager:
             self._requests.end_process()
 
     @property
+    def _still_there(self) -> str:
+        """What follows the message of a save that failed."""
+        return ' The previous save is still complete.' if self._has_saved else ''
+
+    @property
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.others.values()]
 
@@ -350,7 +376,7 @@ class CheckpointManager:
         """Log the outcome of a save. Runs on: the thread that saves."""
         if committed is None:
             text = str(error) if isinstance(error, XhfError) else f'{type(error).__name__}: {error}'
-            self.log.error(f'the save of {step.label} in the background failed: {text}. {_STILL_THERE}')
+            self.log.error(f'the save of {step.label} in the background failed: {text}.{self._still_there}')
             return
         with self._reporting(step):
             log_save(self.log, committed)

@@ -19,7 +19,7 @@ from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source
-from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
+from xhf_hooks.sources.master_fragments import refuse_unnamed_fp32_masters, refuse_unreadable_fp32_masters
 from xhf_hooks.system.files import allow_open_files
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
@@ -83,6 +83,10 @@ def plan_saves(
     with collective.stage('plan'):
         if any(spec.from_master for spec in read):
             refuse_unreadable_fp32_masters(unwrapped.engine)
+            source.require_own_masters(read)
+        widened = _widened(read, entries, options.dtype)
+        if widened:
+            refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
         round_nbytes = max(1, half_nbytes // 2)  # an owner receives one while two wait for its disk
         plan = make_plan(
@@ -103,6 +107,11 @@ def plan_saves(
         notes = exporter.rehearse(plan.placements) if collective.rank == 0 else []
         for note in notes:
             log.info(note)
+        if widened:
+            log.warning(
+                f'float32: no fp32 master weights were found of {counted(len(widened), "trained 16-bit tensor")} '
+                f'({some(widened)}); their 16-bit weights are widened'
+            )
         warn_of_left_out(log, exporter, unwrapped.root)
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
         received_nbytes = half_nbytes + 3 * round_nbytes if plan.rounds else 0
@@ -124,6 +133,14 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
             f'{counted(len(empty), "tensor")} on the meta device, which have no values: {some(empty, 5)}. device_map '
             f'puts layers there that it offloads: load the model without device_map, or with one for devices alone'
         )
+
+
+def _widened(read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
+    """Trained 16-bit tensors without an fp32 master that the option ``dtype`` makes fp32."""
+    if dtype != 'F32':
+        return []
+    exported = {name for entry in entries for name in entry.reads}
+    return [spec.name for spec in read if spec.master_lost and spec.name in exported]
 
 
 def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:

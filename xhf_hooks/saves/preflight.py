@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.background.upload import Uploads
-from xhf_hooks.exporters.base import find_tokenizer
+from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -44,7 +44,7 @@ def preflight(
             claim_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep)
             _find_tokenizer(saver, tokenizer, finish_tokenizer)
             for warning in saver.rehearse(targets[0]):
-                log.warning(warning)
+                log.warn_before_training(warning)
         if uploads is not None:
             uploads.claim()
     if saver.in_background:

@@ -39,7 +39,7 @@ from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
-from xhf_hooks.sources.replicated import require_equal
+from xhf_hooks.sources.replicated import checksum_held, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.files import naming
 from xhf_hooks.writers.output_file import FileIdentity
@@ -175,6 +175,11 @@ class Saver:
         self.background.add(in_flight)
         return in_flight.outcome
 
+    def checksum_weights(self) -> int:
+        """A checksum of what this rank holds of the model now."""
+        source = source_for(self._unwrapped.root)
+        return checksum_held(source, source.specs(), self.collective)
+
     def close(self) -> None:
         """End threads, destroy the process group of background saves. No save may be in flight."""
         self.writer.close()
@@ -241,6 +246,7 @@ class Save:
         """
         saver = self._saver
         with self._stage('compare'):
+            saver.source.require_own_masters(saver.plan.reads)
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
             require_equal(saver.source, specs, self._collective)
 
@@ -340,7 +346,8 @@ class Save:
         with self._stage('commit'), naming(target.path):
             if is_rank0:
                 # Beside training, bytes are read back in this thread: none can be started while the process exits
-                target.commit(written, saver.options.verify, 1 if self.in_background else None)
+                path = target.commit(written, saver.options.verify, 1 if self.in_background else None)
+                committed = replace(committed, path=path)
         return committed
 
     def _cost(self) -> SaveCost:

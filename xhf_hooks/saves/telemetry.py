@@ -65,11 +65,20 @@ class RunLog(logging.LoggerAdapter):
 
     Args:
         only_errors: Drop everything but errors: for ranks other than 0, of a logger that every rank has.
+
+    Attributes:
+        warned_before_training: Warnings about all saves of the run.
     """
 
     def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
         super().__init__(logger, {})
         self._name, self._only_errors = name, only_errors
+        self.warned_before_training: set[str] = set()
+
+    def warn_before_training(self, message: str) -> None:
+        """Log a warning about all saves of the run, which is not repeated for each of them."""
+        self.warned_before_training.add(message)
+        self.warning(message)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f'{self._name}: {msg}', kwargs
@@ -115,7 +124,8 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
     """Log the warnings and the cost of a save. Fits a terminal of 100 columns."""
     cost = committed.cost
     for warning in committed.warnings:
-        log.warning(warning)
+        if warning not in log.warned_before_training:
+            log.warning(warning)
     rows = {
         'cost': f'training stalled for {cost.stalled_secs:.2f} s; {cost.gbytes_per_sec:.2f} GB/s; '
         f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank',

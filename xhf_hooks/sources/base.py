@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.errors import ModelError
 from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_over
 from xhf_hooks.planning.types import TensorSpec
@@ -24,6 +26,10 @@ from xhf_hooks.sources.master_fragments import spread_of_fragments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+#: Of each fp32 master, this many elements show whose it is.
+_SAMPLED_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Source:
 
     The contract. A source is made for each save, on all ranks, and never changes the model. In this order:
 
-    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`. They read no data, and give the same on all
-       ranks, or ranks do not hold the same model.
+    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_own_masters`. They give the same
+       on all ranks, or ranks do not hold the same model.
     2. :meth:`replicated` and :meth:`local_shard`, any number of times, for tensors that :meth:`spread` names. They do
        not communicate; ranks may call them at any time and in any order.
     3. :meth:`require_room`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all others. All
@@ -73,16 +79,13 @@ class Source:
 
     def specs(self) -> list[TensorSpec]:
         """Every tensor of the state dict, with its full shape. Reads no data."""
-        return [
-            TensorSpec(
-                name,
-                self._full_shape(tensor),
-                dtype_code(tensor.dtype),
-                aliases=tuple(self._aliases[name]),
-                has_master=self._has_master(tensor),
-            )
-            for name, tensor in self._tensors.items()
-        ]
+        found = []
+        for name, tensor in self._tensors.items():
+            shape, code, aliases = self._full_shape(tensor), dtype_code(tensor.dtype), tuple(self._aliases[name])
+            has_master = self._has_master(tensor)
+            master_lost = code in HALF_DTYPES and tensor.requires_grad and not has_master
+            found.append(TensorSpec(name, shape, code, aliases, has_master, master_lost=master_lost))
+        return found
 
     @property
     def is_on_a_device(self) -> bool:
@@ -100,6 +103,39 @@ class Source:
             ModelError: One of the tensors cannot be read.
         """
         return None
+
+    def require_own_masters(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse fp32 masters of other parameters, by a sample: rounded, a master is the 16-bit weight.
+
+        Called on all ranks when a save is planned and at each save; a rank looks at what it holds. Reads little data.
+
+        Raises:
+            ModelError: The masters are not those of the parameters.
+        """
+        sampled, are_others = [], []
+        for spec in specs:
+            pair = self._weights_and_master(spec) if spec.from_master else None
+            if pair is None or not pair[0].numel():
+                continue
+            sampled.append(spec.name)
+            are_others.append(_is_another_master(*pair))
+        differing = [name for name, is_other in zip(sampled, _on_host(are_others), strict=True) if is_other]
+        if differing:
+            raise ModelError(
+                f"{differing[0]}: expected an fp32 master that rounds to the 16-bit weights, found another parameter's "
+                f'or an older one (in {len(differing)} of {len(sampled)} tensors on rank {self._rank}). Set dtype to '
+                f"None, or remove round_robin_gradients or zenflow from DeepSpeed's config. What replaces weights "
+                f'(EMA) must replace their masters, too'
+            )
+
+    def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What this rank has of a parameter's 16-bit weights and of their master: the same elements of both."""
+        tensor = self._tensors[spec.name]
+        mapping = tensor._hp_mapping
+        if mapping is None:
+            return None
+        start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+        return tensor.detach().reshape(-1)[start : start + numel], mapping.get_hp_fragment().detach().reshape(-1)
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
         """Names of the tensors that :meth:`local_shard` can read, and which elements each rank holds.
@@ -204,7 +240,30 @@ class Source:
         return tuple(tensor.shape)
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
-        return hasattr(tensor, '_hp_mapping') and tensor.dtype in (torch.float16, torch.bfloat16)
+        is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+        return is_half and hasattr(tensor, '_hp_mapping') and self._has_fp32_masters
+
+    @cached_property
+    def _has_fp32_masters(self) -> bool:
+        """Whether masters are in fp32, not in 16 bits as with DeepSpeed's ``bf16_master_weights_and_grads``."""
+        mappings = (getattr(tensor, '_hp_mapping', None) for tensor in self._tensors.values())
+        dtypes = (mapping.get_hp_fragment().dtype for mapping in mappings if mapping is not None)
+        return next(dtypes, torch.float32) == torch.float32
+
+
+def _is_another_master(weights: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Whether a sample of a master does not round to the same elements of the weights. Does not wait for a device."""
+    if weights.numel() != master.numel():
+        return torch.ones((), dtype=torch.bool, device='cpu')
+    step = max(1, weights.numel() // _SAMPLED_ELEMENTS)
+    expected = weights[::step]
+    found = master[::step].to(expected.device, expected.dtype)
+    return ((found != expected) & (expected == expected)).any()  # NaN differs from itself
+
+
+def _on_host(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """The values of flags; waits once for a device."""
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
 
 
 def _strides_of(holders: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...] | None:

@@ -70,3 +70,23 @@ def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
         if any(getattr(found, name, False) is True for found in (engine_or_optimizer, optimizer)):
             expected = f"no 'float32', or no {name} in DeepSpeed's config, which {does} the fp32 master weights"
             raise OptionError('dtype', expected, 'float32')
+
+
+def refuse_unnamed_fp32_masters(engine_or_optimizer: Any) -> None:
+    """Raise if DeepSpeed keeps fp32 master weights that parameters do not refer to, as stage 0 does in 16 bits.
+
+    ``FP16_UnfusedOptimizer`` and ``FP16_Optimizer`` of ``runtime/fp16``.
+
+    Args:
+        engine_or_optimizer: DeepSpeed's engine or optimizer, a wrapper of it, or anything else.
+
+    Raises:
+        OptionError: It does so.
+    """
+    for found in (engine_or_optimizer, getattr(engine_or_optimizer, 'optimizer', None)):
+        if any(hasattr(found, name) for name in ('fp32_groups', 'fp32_groups_flat')):
+            expected = (
+                f"no 'float32', or stage 1, 2 or 3 of zero_optimization in DeepSpeed's config: at stage 0, its "
+                f'{type(found).__name__} does not say whose the fp32 master weights are'
+            )
+            raise OptionError('dtype', expected, 'float32')

@@ -56,6 +56,15 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
     raise RanksDifferError(difference)
 
 
+def checksum_held(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> int:
+    """One checksum of all that this rank holds of these tensors. Runs on: all ranks, each with its own result.
+
+    Without what a rank does not hold as consecutive elements, such as columns of a matrix.
+    """
+    held = source.spread(specs, collective)
+    return crc32(_checksums_of([spec for spec in specs if spec.name in held], source).tobytes())
+
+
 def _difference(
     everyone: Sequence[np.ndarray], spreads: Mapping[TensorSpec, Spread], firsts: Mapping[Any, list[int]]
 ) -> str:

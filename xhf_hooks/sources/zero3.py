@@ -164,6 +164,16 @@ class Zero3Source(Source):
             )
         return partition.reshape(-1)
 
+    def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """In memory: on NVMe, DeepSpeed finds both by the parameter's number, and reading takes long."""
+        tensor = self._tensors[spec.name]
+        optimizer = tensor._z3_optimizer
+        group, _, _ = optimizer.grad_position[optimizer.get_param_id(tensor)]
+        if _is_on_nvme(tensor) or optimizer._swappable_optimizer_subgroup(group):
+            return None
+        numel = len(self._held(tensor))  # without padding
+        return tensor.ds_tensor.detach().reshape(-1)[:numel], _master(tensor).reshape(-1)[:numel]
+
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
 
@@ -172,7 +182,11 @@ class Zero3Source(Source):
             return False
         # DeepSpeed gives its optimizer to all parameters. Of those that it does not train, the 16-bit weights are exact
         optimizer = getattr(tensor, '_z3_optimizer', None)
-        return optimizer is not None and optimizer.get_param_id(tensor) in optimizer.grad_position
+        if optimizer is None or optimizer.get_param_id(tensor) not in optimizer.grad_position:
+            return False
+        group, _, _ = optimizer.grad_position[optimizer.get_param_id(tensor)]
+        # With bf16_master_weights_and_grads, masters are in 16 bits
+        return bool(optimizer.fp32_partitioned_groups_flat[group].dtype == torch.float32)
 
 
 def _master(parameter: torch.Tensor) -> torch.Tensor:

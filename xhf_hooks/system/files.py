@@ -1,4 +1,4 @@
-"""Files of this process: how many may be open, absolute paths, and errors that name a file."""
+"""Files of this process: how many may be open, the page cache, absolute paths, and errors that name a file."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ def allow_open_files(n_files: int, what: str) -> None:
             f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def read_ahead(fd: int, start: int, nbytes: int) -> None:
+    """Start to read these bytes of a file into the page cache. Does nothing on systems such as macOS."""
+    if hasattr(os, 'posix_fadvise'):
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def drop_page_cache(fd: int, start: int, nbytes: int) -> None:
+    """Drop these bytes from the page cache where they are on the disk. Does nothing on systems such as macOS.
+
+    Args:
+        nbytes: 0: up to the end of the file.
+    """
+    if hasattr(os, 'posix_fadvise'):
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def absolute(path: Path) -> Path:

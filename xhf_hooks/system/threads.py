@@ -30,9 +30,16 @@ def lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
 
 
+def count_usable_cores() -> int:
+    """The number of cores that this process may use; on systems that do not tell, such as macOS, all of them."""
+    if hasattr(os, 'sched_getaffinity'):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def default_workers() -> int:
     """One thread per core that this process may use, plus one that waits for the disk; up to a limit."""
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
+    return min(_MOST_WORKERS, count_usable_cores() + 1)
 
 
 class WorkerThreads:

@@ -16,6 +16,7 @@ from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads, default_workers
 from xhf_hooks.verify.models import Model
 from xhf_hooks.verify.rounding import Difference, compare, narrower, roundings
+from xhf_hooks.verify.texts import differing_texts
 
 IDENTICAL = 'identical'
 ROUNDING = 'rounding'
@@ -29,13 +30,17 @@ _JOB_ELEMENTS = 8 * _WINDOW_ELEMENTS
 class Pair:
     """A tensor that both models have, and the differences found so far.
 
+    Args:
+        name: Its name in A.
+        name_in_b: Its name in B, where that stores it under the name of a tensor that is tied to it.
+
     Attributes:
         reason: Why they cannot be compared.
         ulp_of: The narrower dtype, whose ULPs count; None for tensors that are not floating point.
     """
 
-    def __init__(self, name: str, a: TensorSpec, b: TensorSpec) -> None:
-        self.name, self.shape = name, a.shape
+    def __init__(self, name: str, name_in_b: str, a: TensorSpec, b: TensorSpec) -> None:
+        self.name, self.name_in_b, self.shape = name, name_in_b, a.shape
         self.dtypes = a.dtype, b.dtype
         self.ulp_of = narrower(*self.dtypes)
         self.found, self.reason = Difference(), ''
@@ -94,6 +99,7 @@ class Comparison:
     Attributes:
         tensors: Worst first.
         missing: Names in A only. ``extra``: names in B only.
+        files: Differences of the files besides weights that loaders read. They do not change the verdict.
         read_nbytes: Bytes read from both.
     """
 
@@ -103,6 +109,7 @@ class Comparison:
     tensors: list[Pair] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
     read_nbytes: int = 0
     seconds: float = 0.0
 
@@ -127,7 +134,7 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        lines = [f'A: {self.a}', f'B: {self.b}', *(f'note: {note}' for note in self.notes)]
+        lines = [f'A: {self.a}', f'B: {self.b}', *(f'note: {note}' for note in (*self.notes, *self.files))]
         worst = [tensor for tensor in self.tensors if tensor.verdict != IDENTICAL]
         if worst:
             lines.append(f'{"":10} {"max diff":>10} {"mean diff":>10} {"max ULPs":>12} {"differ":>8}  tensor')
@@ -136,10 +143,30 @@ class Comparison:
         for what, names in (('only in A', self.missing), ('only in B', self.extra)):
             lines += [f'{what}: {some(names, _SHOWN)}'] if names else []
         verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding', DIFFERENT: 'DIFFERENT'}[self.verdict]
+        if self.files and self.verdict != DIFFERENT:
+            verdict = f'weights {verdict}, but other files differ'
         counts = ', '.join(f'{self.count(kind)} {kind}' for kind in (IDENTICAL, ROUNDING, DIFFERENT))
         rate = self.read_nbytes / max(self.seconds, 1e-9) / 1e9
         size = f'{size_text(self.read_nbytes)} in {self.seconds:.1f} s, {rate:.2f} GB/s'
         return [*lines, f'{verdict}: {counts} ({size})']
+
+
+def _pairs_of_tied(a: Model, b: Model) -> list[tuple[str, str]]:
+    """Names in A and in B of tensors that one of them does not store, since its config ties them to one that it has.
+
+    ``from_pretrained`` loads that one in their place, so that is what they are compared with.
+    """
+    missing = [name for name in a.tensors if name not in b.tensors]
+    extra = [name for name in b.tensors if name not in a.tensors]
+    tied_in_b = b.tied_names() if missing else []
+    tied_in_a = a.tied_names() if extra else []
+    pairs = [(name, there) for name in missing for there in _stored_for(name, tied_in_b, b)]
+    return pairs + [(here, name) for name in extra for here in _stored_for(name, tied_in_a, a)]
+
+
+def _stored_for(name: str, tied: list[set[str]], model: Model) -> list[str]:
+    """The name under which the model stores the tensor that is tied to ``name``, in a list; [] if there is none."""
+    return [other for names in tied if name in names for other in sorted(names) if other in model.tensors][:1]
 
 
 def compare_models(
@@ -157,15 +184,19 @@ def compare_models(
     started, lock = time.perf_counter(), threading.Lock()
     result = Comparison(a.label, b.label, [*a.notes, *b.notes])
     names = [name for name in (b if b.is_made else a).tensors if name in a.tensors and name in b.tensors]
-    result.tensors = [Pair(name, a.tensors[name], b.tensors[name]) for name in names]
-    result.missing = [name for name in a.tensors if name not in b.tensors]
-    result.extra = [name for name in b.tensors if name not in a.tensors]
+    pairs = [*((name, name) for name in names), *_pairs_of_tied(a, b)]
+    result.tensors = [Pair(here, there, a.tensors[here], b.tensors[there]) for here, there in pairs]
+    paired_in_a, paired_in_b = ({pair[side] for pair in pairs} for side in (0, 1))
+    result.missing = [name for name in a.tensors if name not in paired_in_a]
+    result.extra = [name for name in b.tensors if name not in paired_in_b]
+    if a.folder is not None and b.folder is not None:
+        result.files = differing_texts(a.texts, b.texts)
     total = sum(pair.nbytes for pair in result.tensors)
 
     def compare_part(pair: Pair, part: range) -> None:
         for first in part[::_WINDOW_ELEMENTS]:
             count = min(_WINDOW_ELEMENTS, part.stop - first)
-            one, other = a.read(pair.name, first, count), b.read(pair.name, first, count)
+            one, other = a.read(pair.name, first, count), b.read(pair.name_in_b, first, count)
             found = compare(one, other, pair.dtypes)
             with lock:
                 pair.found += found

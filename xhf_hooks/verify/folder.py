@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,11 @@ from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME
 from xhf_hooks.format.text import engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.verify.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, model_files
+
+#: Of the names of files that loaders read as one JSON object.
+_CONFIG_SUFFIX = 'config.json'
+_BIN_WEIGHTS = re.compile(r'(pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin')
 
 
 def verify_folder(
@@ -49,6 +55,7 @@ def verify_folder(
         check.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     check.check_structure()
     _check_texts(check)
+    _check_configs(check)
     check.add(NOTE, 'model', _describe(check))
     if read:
         check.read(workers, on_progress=on_progress)
@@ -80,17 +87,40 @@ def _require_model(path: Path, files: list[str]) -> None:
         raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one of them: {shown}')
     if MANIFEST_NAME in files or any(name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX)) for name in files):
         return
+    if old := [name for name in files if _BIN_WEIGHTS.fullmatch(name)]:
+        raise CheckpointError(
+            f'{path}: holds {some(old)}, and only *.safetensors files can be checked; load the model with '
+            f'from_pretrained of its class, and save it with save_pretrained, which writes them'
+        )
     raise CheckpointError(f'{path}: holds no *.safetensors files; for a checkpoint, see xhf-convert --dry-run')
 
 
 def _check_texts(check: FolderCheck) -> None:
-    """Check that every JSON file parses."""
+    """Check that every JSON file parses, and that configs are objects."""
     for name in check.files:
         if name.endswith('.json') and not name.endswith(INDEX_SUFFIX):
             try:
                 strict_json.read(check.path / name)
             except DamagedError as error:
-                if 'expected a JSON object' not in str(error):  # some tokenizers have lists in their vocabulary files
+                is_config = name.rpartition('/')[2].endswith(_CONFIG_SUFFIX)
+                # Some tokenizers have lists in their vocabulary files
+                if is_config or 'expected a JSON object' not in str(error):
                     check.add(PROBLEM, 'texts', str(error))
     if not check.problems('texts'):
         check.add(OK, 'texts', 'all JSON files are well formed')
+
+
+def _check_configs(check: FolderCheck) -> None:
+    """Check that weights that ``from_pretrained`` would load have the config that it reads first."""
+    try:
+        found = model_files(check.path, check.manifest)
+    except DamagedError:  # the index is a problem already
+        return
+    for part, files in found.items():
+        place = f'{part}/' if part else ''
+        for config, weights in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS), ('config.json', '')):
+            needing = [file for file in files if file.endswith(ADAPTER_WEIGHTS) == bool(weights)]
+            if needing and f'{place}{config}' not in check.files:
+                check.add(PROBLEM, 'texts', f'{place}{config} is missing, without which {needing[0]} cannot be loaded')
+    if not found and not check.problems():
+        check.add(UNCHECKED, 'load', 'no file has a name from which from_pretrained of transformers or peft loads')

@@ -1,17 +1,17 @@
-"""Loads a folder with transformers or peft, tells what they miss, runs it on text and generates text."""
+"""Whether a folder loads: transformers and peft load its names, shapes and dtypes on the meta device."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from xhf_hooks.base_files import load_tokenizer
-from xhf_hooks.exporters.rehearsal import Problems, load_adapter_and_tell, load_and_tell
+from xhf_hooks.compat.transformers import converts_weights, tied_while_built
+from xhf_hooks.errors import XhfError
+from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.rehearsal import Problems, load_empty, load_empty_adapter
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.meta_model.transformers_model import (
@@ -23,103 +23,172 @@ from xhf_hooks.meta_model.transformers_model import (
     fit_config,
     load_config,
 )
-from xhf_hooks.model import token_embeddings
+from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system.library_settings import quiet
+from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
 
-_PROMPT = 'The capital of France is'
-_OTHER_INPUTS = {'pixel_values', 'input_features', 'input_values'}
-#: Overrides the folder's generation_config.json, so that it stays short and deterministic.
-_GENERATION = {'max_new_tokens': 8, 'do_sample': False, 'num_beams': 1, 'num_return_sequences': 1}
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_BY_HAND = 'load it with from_pretrained where it is used'
 
 
-def load_and_run(folder: Path, report: FolderCheck, *, base: str | None, trust_remote_code: bool) -> None:
-    """Load it with transformers (an adapter with peft), run it on text, and generate a little. Offline.
+class _CannotTry(Exception):
+    """Loading cannot be tried on this machine, or without running code; that is no damage."""
+
+
+class _WouldFail(Exception):
+    """Loading fails for a reason that lies in the folder."""
+
+
+def check_loading(report: FolderCheck, *, base: str | None, trust_remote_code: bool) -> None:
+    """Load each model and adapter in a checked folder, as hook and converter do before they write one. Offline.
+
+    A *problem* is what the folder lacks: names, shapes, a config of which no model can be built. What this machine
+    lacks, such as the base of an adapter or a package, is *unchecked*.
 
     Args:
-        report: Gets the findings.
+        report: The finished check of an undamaged folder; gets the findings.
         base: The base model of an adapter; None: the one that adapter_config.json names.
+
+    Raises:
+        XhfError: ``base`` was given and cannot be used.
     """
-    try:
-        with quiet(), torch.no_grad():
-            _run(folder, report, base, trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        report.add(PROBLEM, 'load', error_text(error, 500))
+    for inside, files in model_files(report.path, report.manifest).items():
+        started, where = time.perf_counter(), f'{inside}: ' if inside else ''
+        folder, entries = report.path / inside, _entries_of(report, files)
+        try:
+            with quiet():
+                if (folder / ADAPTER_CONFIG).is_file():
+                    name, problems = _load_adapter(folder, entries, base, trust_remote_code)
+                else:
+                    name, problems = _load_model(folder, entries, trust_remote_code)
+        except _CannotTry as error:
+            report.add(UNCHECKED, 'load', f'{where}{error}')
+        except _WouldFail as error:
+            report.add(PROBLEM, 'load', f'{where}{error}')
+        else:
+            found = [f'{len(names)} {kind}: {some(names)}' for kind, names in problems.items() if names]
+            for text in found:
+                report.add(PROBLEM, 'load', f'{where}{name}: {text}')
+            if not found:
+                secs = time.perf_counter() - started
+                report.add(OK, 'load', f'{where}{name} in {secs:.1f} s, without weights')
 
 
-def _run(folder: Path, report: FolderCheck, base: str | None, trust_remote_code: bool) -> None:
-    started = time.perf_counter()
-    if (folder / 'adapter_config.json').is_file():
-        model, problems = _load_adapter(folder, base, trust_remote_code)
-    else:
-        config = strict_json.read(folder / 'config.json')
-        name = first_architecture(config.get('architectures'))
-        kind = class_named(name)
-        if kind is None and name is not None and (why := _why_not_loaded(config, trust_remote_code)):
-            report.add(UNCHECKED, 'load', f'{name} is not a class of transformers{why}')
-            return
-        model, problems = _load_model(folder, kind, trust_remote_code)
-    name, secs = type(model).__name__, time.perf_counter() - started
-    for kind, names in problems.items():
-        if names:
-            report.add(PROBLEM, 'load', f'{name}: {len(names)} {kind}: {some(names)}')
-    if report.problems('load'):
-        return
-    report.add(OK, 'load', f'{name} in {secs:.1f} s')
-    plain = model.get_base_model() if hasattr(model, 'get_base_model') else model
-    if plain.main_input_name != 'input_ids':
-        report.add(UNCHECKED, 'run', f'{name} was not run: it takes {plain.main_input_name}, and no text alone')
-        return
-    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    ids = _text(model, tokenizer)
-    decoder = {'decoder_input_ids': ids} if getattr(plain.config, 'is_encoder_decoder', False) else {}
+def tied_names_in(folder: Path) -> list[set[str]]:
+    """Names of the tensors that loading a folder makes one, by its config.json; none if that cannot be told here."""
     try:
-        first = model.eval()(input_ids=ids, **decoder)[0]
+        with quiet():
+            config, kind = _config_and_class(folder, trust_remote_code=False)
+            model = build_on_meta(kind, config)
+    except Exception:  # no config.json, or one of a class that is not here
+        return []
+    return [set(names) for _, names in names_by_identity(model) if len(names) > 1]
+
+
+def _entries_of(report: FolderCheck, files: list[str]) -> list[ExportEntry]:
+    """The tensors in these files, as an exporter plans them."""
+    return [
+        ExportEntry(entry.name, entry.shape, entry.dtype, (entry.name,))
+        for file in files
+        for entry in report.headers[file].entries
+    ]
+
+
+def _load_model(folder: Path, entries: list[ExportEntry], trust_remote_code: bool) -> tuple[str, Problems]:
+    config, kind = _config_and_class(folder, trust_remote_code)
+    try:
+        built = build_on_meta(kind, config)
+    except ImportError as error:
+        raise _CannotTry(f'{kind.__name__} needs a package that is not here ({error_text(error)})') from error
     except Exception as error:
-        if _OTHER_INPUTS.isdisjoint(inspect.signature(plain.forward).parameters):
+        raise _WouldFail(f'{kind.__name__} cannot be built from config.json ({error_text(error)})') from error
+    _require_dtypes(entries)
+    try:
+        _, problems = load_empty(kind, config, entries)
+    except Exception as error:  # the class may be custom code; transformers may lack accelerate
+        raise _CannotTry(f'{kind.__name__} could not be tried: {error_text(error)}; {_BY_HAND}') from error
+    if problems['missing'] and not converts_weights():
+        held = {entry.hf_name for entry in entries}
+        restored = tied_while_built(built, {name for name, _ in module_tensors(built)} - held)
+        problems['missing'] = [name for name in problems['missing'] if name not in restored]
+    return kind.__name__, problems
+
+
+def _config_and_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, Any]:
+    """The config of a model, and the class that it names."""
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    content = strict_json.read(folder / 'config.json')
+    name = first_architecture(content.get('architectures'))
+    if content.get('quantization_config'):
+        raise _CannotTry(
+            f'{name} is quantized, and quantized weights cannot be tried without their package; {_BY_HAND}'
+        )
+    kind, kind_of_config = class_named(name), content.get('model_type')
+    has_code = bool(content.get('auto_map'))
+    if kind is None and not (has_code and trust_remote_code):
+        if name is None:
+            raise _CannotTry(
+                'config.json names no class of a model (architectures); load it with the class that wrote it'
+            )
+        reason = (
+            'its code in the folder may not run: add --trust-remote-code'
+            if has_code
+            else 'its code is not in the folder: only code that has it can load it'
+        )
+        raise _CannotTry(f'{name} is not a class of transformers, and {reason}')
+    if kind_of_config not in CONFIG_MAPPING and not (has_code and trust_remote_code):
+        raise _CannotTry(
+            f'transformers {__version__} has no model_type {str(kind_of_config)[:80]!r}; use a version that has it'
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return config, kind or type(build(config, None, trust_remote_code=trust_remote_code))
+    except ImportError as error:
+        raise _CannotTry(f'{name} needs a package that is not here ({error_text(error)})') from error
+    except Exception as error:  # a model's own code may raise anything
+        raise _WouldFail(f'config.json cannot be loaded ({error_text(error, 500)})') from error
+
+
+def _load_adapter(
+    folder: Path, entries: list[ExportEntry], base: str | None, trust_remote_code: bool
+) -> tuple[str, Problems]:
+    """Onto a model as peft needs it, with as many tokens and labels as the adapter has. Needs no weights of it."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise _CannotTry(f'an adapter needs peft, which is not here ({error_text(error)})') from error
+    kind = strict_json.read(folder / ADAPTER_CONFIG).get('peft_type')
+    if kind != 'LORA':
+        raise _CannotTry(f'an adapter of type {str(kind)[:80]} cannot be tried, only LORA; {_BY_HAND}')
+    try:
+        lora = adapter_config_in(folder)
+    except XhfError as error:
+        raise _WouldFail(str(error)) from error
+    _require_dtypes(entries)
+    named = base or str(lora.base_model_name_or_path)
+    try:
+        config = load_config(named, trust_remote_code=trust_remote_code, why='the base model')
+        name = class_for_adapter(lora, config)
+        shapes = {entry.hf_name: entry.shape for entry in entries}
+        fit_config(config, build(config, name, trust_remote_code=trust_remote_code), shapes)
+        model = build(config, name, trust_remote_code=trust_remote_code)
+    except XhfError as error:
+        if base is not None:
             raise
-        report.add(UNCHECKED, 'run', f'{name} was not run: it takes more than text ({error_text(error)})')
-        return
-    if not bool(first.isfinite().all()):
-        report.add(PROBLEM, 'run', f'{name}: the forward pass returns infinite or NaN values')
-    elif hasattr(model, 'generate') and model.can_generate():
-        answer = model.generate(input_ids=ids, **_GENERATION)[0].tolist()
-        report.add(OK, 'generation', str(answer) if tokenizer is None else repr(tokenizer.decode(answer)))
+        raise _CannotTry(f'the base of this adapter cannot be used here: {error}') from error
+    try:
+        return f'adapter of a {type(model).__name__}', load_empty_adapter(model, lora, entries)
+    except ImportError as error:
+        raise _CannotTry(f'this adapter needs a package that is not here ({error_text(error)})') from error
+    except Exception as error:  # peft raises anything where modules are missing
+        raise _WouldFail(f'peft cannot adapt a {type(model).__name__} of {named}: {error_text(error, 500)}') from error
 
 
-def _text(model: Any, tokenizer: Any | None) -> torch.Tensor:
-    rows = min((weight.shape[0] for weight in token_embeddings(model)), default=None)
-    if tokenizer is None or rows is None:
-        return torch.arange(1, 9)[None] % (rows or 9)
-    return tokenizer(_PROMPT, return_tensors='pt').input_ids
-
-
-def _why_not_loaded(config: dict[str, Any], trust_remote_code: bool) -> str | None:
-    """Of a model whose class is not one of transformers; None if its code is in the folder and may run."""
-    if not config.get('auto_map'):
-        return ', and its code is not in the folder: only code that has it can load it'
-    return None if trust_remote_code else ', and its code in the folder may not run: add --trust-remote-code'
-
-
-def _load_model(folder: Path, kind: Any | None, trust_remote_code: bool) -> tuple[Any, Problems]:
-    import transformers
-
-    kind = kind or transformers.AutoModelForCausalLM
-    return load_and_tell(kind, str(folder), trust_remote_code=trust_remote_code)
-
-
-def _load_adapter(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Problems]:
-    """With peft, onto the base with as many tokens and labels as the adapter has. peft refuses other shapes."""
-    import transformers
-    from peft import PeftModel, load_peft_weights
-
-    lora = adapter_config_in(folder)
-    base = base or lora.base_model_name_or_path
-    config = load_config(str(base), trust_remote_code=trust_remote_code, why='the base model')
-    name = class_for_adapter(lora, config)
-    tensors = load_peft_weights(str(folder), device='cpu')
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    fit_config(config, build(config, name, trust_remote_code=trust_remote_code), shapes)
-    kind = class_named(name) or transformers.AutoModelForCausalLM
-    whole, _ = load_and_tell(kind, base, config=config, trust_remote_code=trust_remote_code)
-    model = PeftModel.from_pretrained(whole, str(folder))
-    return model, load_adapter_and_tell(model, tensors)
+def _require_dtypes(entries: list[ExportEntry]) -> None:
+    unknown = sorted({entry.dtype for entry in entries} - TORCH_DTYPES.keys())
+    if unknown:
+        raise _CannotTry(f'this version of torch has no dtype for {some(unknown)}')

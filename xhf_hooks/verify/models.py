@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,14 +12,19 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.convert import Conversion, ConvertOptions
-from xhf_hooks.errors import CheckpointError, DamagedError
+from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
+from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import HALF_DTYPES
-from xhf_hooks.integrity.check import list_files
-from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.format.text import some
+from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
+from xhf_hooks.integrity.manifest import read_commit
+from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
+from xhf_hooks.verify.layout import loaded_texts, model_files, shown_lora
+from xhf_hooks.verify.load import tied_names_in
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Model:
         read: Returns elements of a tensor, flat: called in any thread with its name, the first one, and their number.
         notes: Remarks for the report.
         is_made: Whether tensors are made when they are read, several at once, in this order.
+        folder: The folder of its config, tokenizer and so on; None for a single file.
     """
 
     label: str
@@ -37,10 +44,23 @@ class Model:
     read: Callable[[str, int, int], torch.Tensor]
     notes: list[str] = field(default_factory=list)
     is_made: bool = False
+    folder: Path | None = None
+
+    @property
+    def texts(self) -> dict[str, Path]:
+        """Files besides weights that loaders read; see :func:`.loaded_texts`."""
+        return {} if self.folder is None else loaded_texts(self.folder)
+
+    def tied_names(self) -> list[set[str]]:
+        """Names of tensors that ``from_pretrained`` makes one, by the config; none if that cannot be told."""
+        return [] if self.folder is None else tied_names_in(self.folder)
 
 
-def open_models(a: Path, b: Path, options: ConvertOptions) -> list[Model]:
+def open_models(a: Path, b: Path, options: ConvertOptions, scratch: Path) -> list[Model]:
     """Open both, in the given order. At least one is a folder.
+
+    Args:
+        scratch: An empty folder for the files besides weights that a checkpoint would be converted to.
 
     Raises:
         DamagedError, CheckpointError: One of them cannot be read as a model, or both are checkpoints.
@@ -49,27 +69,32 @@ def open_models(a: Path, b: Path, options: ConvertOptions) -> list[Model]:
     if not folders:
         raise CheckpointError(f'{a} and {b} are checkpoints; convert one of them with xhf-convert first')
     folder, model = next(iter(folders.items()))
-    return [folders.get(path) or _open_checkpoint(path, folder, model, options) for path in (a, b)]
+    return [folders.get(path) or _open_checkpoint(path, folder, model, options, scratch) for path in (a, b)]
 
 
 def _holds_weights(path: Path) -> bool:
-    """Whether it holds weights. A work_dir, with a checkpoint and the models exported from it, does not count."""
+    """Whether it holds a model's weights. Other models and checkpoints in folders below do not count."""
     if path.is_file():
         return path.suffix == '.safetensors'
     if not path.is_dir():
         raise CheckpointError(f'{path}: no such file or folder')
-    if any(path.glob('*.safetensors')):
-        return True
-    return (path / 'config.json').is_file() and any(name.endswith('.safetensors') for name in list_files(path))
+    return bool(_weight_files(path))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """What ``from_pretrained`` would load of a folder; if nothing has such a name, the weights in the folder itself."""
+    found = model_files(path, read_commit(path))
+    named = [path / name for names in found.values() for name in names]
+    return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))
 
 
 def _open_folder(path: Path) -> Model:
     """A Hugging Face folder or a single file."""
-    files = [path] if path.is_file() else [path / name for name in sorted(list_files(path))]
+    files = [path] if path.is_file() else _weight_files(path)
     stored: dict[str, StoredTensor] = {}
     for file in files:
         folder = '' if file == path else file.parent.relative_to(path).as_posix()
-        for tensor in tensors_of(file) if file.suffix == '.safetensors' else ():
+        for tensor in tensors_of(file):
             name = tensor.name if folder in ('', '.') else f'{folder}/{tensor.name}'
             if name in stored:
                 raise CheckpointError(f'{path}: {name} is stored twice; check it with xhf-verify {path}')
@@ -82,15 +107,23 @@ def _open_folder(path: Path) -> Model:
 
     dtypes = ', '.join(sorted({tensor.dtype for tensor in stored.values()})) or 'none'
     tensors = {name: tensor.spec for name, tensor in stored.items()}
-    return Model(f'{path} ({len(stored)} tensors, {dtypes})', tensors, read)
+    notes = []
+    if path.is_dir() and (beside := sorted(one.name for one in path.glob('global_step*') if one.is_dir())):
+        notes.append(f"{path} also holds DeepSpeed's {some(beside)}; its Hugging Face files are compared")
+    label = f'{path} ({len(stored)} tensors, {dtypes})'
+    return Model(label, tensors, read, notes, folder=path if path.is_dir() else None)
 
 
-def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOptions) -> Model:
-    """The checkpoint as xhf-convert would write it into the folder."""
+def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOptions, scratch: Path) -> Model:
+    """The checkpoint as xhf-convert would write it into the folder, with the options that the folder shows."""
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema = not _is_live(folder)
     checkpoint = CheckpointSource(path, ema=ema)
-    conversion = Conversion(checkpoint, replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None))
+    options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None)
+    conversion = Conversion(checkpoint, options)
+    if shown := conversion.options_shown_by(_shown_options(folder)):
+        lora, layout = shown.get('lora', options.lora), shown.get('llava_format', options.llava_format)
+        conversion = Conversion(checkpoint, replace(options, lora=lora, llava_format=layout))
     notes = [*conversion.warnings]
     if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
@@ -117,15 +150,31 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
         return out
 
     tensors = {name: TensorSpec(name, placement.shape, placement.dtype) for name, (_, placement) in placements.items()}
+    beside = None
+    try:
+        conversion.write_assets(scratch)
+        beside = scratch
+    except (XhfError, OSError) as error:
+        notes.append(f'config and tokenizer are not compared: {error}')
     kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
     label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
-    return Model(label, tensors, read, notes, is_made=True)
+    return Model(label, tensors, read, notes, is_made=True, folder=beside)
+
+
+def _shown_options(folder: Path) -> dict[str, str]:
+    """The options of xhf-convert that the layout of a folder shows; none of a single file."""
+    if not folder.is_dir():
+        return {}
+    shown = {'lora': shown_lora(model_files(folder, read_commit(folder)))}
+    with suppress(DamagedError):  # no config.json
+        architecture = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
+        if architecture == 'LlavaForConditionalGeneration':
+            shown['llava_format'] = 'huggingface'
+            del shown['lora']  # adapters are always merged in it
+    return shown
 
 
 def _is_live(folder: Path) -> bool:
     """Whether its manifest says that it holds live rather than averaged weights."""
-    try:
-        manifest = read_manifest(folder) if folder.is_dir() else None
-    except DamagedError:  # xhf-verify FOLDER reports it
-        return False
+    manifest = read_commit(folder) if folder.is_dir() else None
     return manifest is not None and manifest.facts.get('weights') == 'live'

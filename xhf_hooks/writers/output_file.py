@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import drop_page_cache, naming
 from xhf_hooks.system.linux_calls import fallocate, sync_file_range
 from xhf_hooks.writers.direct import takes_direct_writes, write_directly
 
@@ -165,7 +165,7 @@ class WriteBehind:
         self._sync(start, end, _START)
         if oldest is not None:
             self._sync(*oldest, _START_AND_WAIT)
-            os.posix_fadvise(self._fd, oldest[0], oldest[1] - oldest[0], os.POSIX_FADV_DONTNEED)
+            drop_page_cache(self._fd, oldest[0], oldest[1] - oldest[0])
 
     def _sync(self, start: int, end: int, how: int) -> None:
         # If the file system does not support it, everything is left to fsync

@@ -28,7 +28,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.quantizers import AutoHfQuantizer
 
 _SIZES = dict(
     vocab_size=64,
@@ -157,6 +156,8 @@ def _from_pretrained(
         model = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
     model.to(options.get('torch_dtype') or torch.float32)
     if quantization is not None:
+        from transformers.quantizers import AutoHfQuantizer  # since 4.38
+
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)  # its check for a GPU left out
         quantizer.preprocess_model(model=model, device_map=None)
         quantizer.postprocess_model(model)

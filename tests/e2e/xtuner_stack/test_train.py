@@ -5,20 +5,31 @@ transformers finds flash_attn only where there is a GPU.
 """
 
 import json
+import os
 import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.conftest import MODERN_PYTHON
+from tests.e2e.xtuner_stack.elsewhere import logits_of
 from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
-    DPO,
+    BEST,
+    COMPOSITE,
     FIRST,
     FULL,
+    INTERNLM2,
     INTERNVL,
     LAST,
     LLAVA_RUNS,
@@ -26,6 +37,7 @@ from tests.e2e.xtuner_stack.launches import (
     QLORA,
     QWEN,
     RUNS,
+    WITHOUT_DEEPSPEED,
     export_of,
     log_of,
     saves_in,
@@ -33,21 +45,35 @@ from tests.e2e.xtuner_stack.launches import (
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.models.remote_code import use_modules_cache
+from tests.helpers.models.zoo import MODELS
+from tests.helpers.ranks.launch import REPO_ROOT
+from xhf_hooks.cli.convert import BAD_INPUT
+from xhf_hooks.cli.convert import main as convert_command
 
 ADAPTERS = (LORA, QLORA)
-RESULTS = [name for name in RUNS if name not in (*LLAVA_RUNS, INTERNVL)]
+ADAPTERS = tuple(name for name in ADAPTERS if name in RUNS)
+WITH_REMOTE_CODE = (INTERNVL, COMPOSITE, INTERNLM2)
+RESULTS = [name for name in RUNS if name not in (*LLAVA_RUNS, INTERNVL, COMPOSITE, BEST)]
 PROMPT = 'w3 w4'
+
+
+def zero_to_fp32(work_dir: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint; as it is where MMEngine wrote a file: without DeepSpeed, or without the optimizer."""
+    file = work_dir / f'iter_{LAST}.pth'
+    if file.is_file():
+        return torch.load(file, map_location='cpu', weights_only=False)['state_dict']
+    return get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=f'iter_{LAST}.pth')
 
 
 def trained(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
     """What goes out of the last checkpoint, read by DeepSpeed's own converter where DeepSpeed wrote it."""
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(work_dir), tag=f'iter_{LAST}.pth')
+    weights = zero_to_fp32(work_dir)
     if name in ADAPTERS:
         return {key.replace('.default', '')[4:]: tensor for key, tensor in weights.items() if 'lora_' in key}
     if name == 'reward':
         return {re.sub('^llm', 'model', key).replace('v_head', 'score'): tensor for key, tensor in weights.items()}
     found = {key.removeprefix('llm.'): tensor for key, tensor in weights.items() if not key.startswith('ref_llm.')}
-    if name in (QWEN, DPO):  # tied
+    if RUNS[name].base == 'qwen2':  # tied
         assert torch.equal(found.pop('lm_head.weight'), found['model.embed_tokens.weight'])
     return found
 
@@ -56,14 +82,65 @@ def trained(name: str, work_dir: Path) -> dict[str, torch.Tensor]:
 def test_what_was_trained_is_saved_when_checkpoint_hook_saves(runs, name):
     """Training moved every weight, else equal weights would prove little."""
     work_dir = runs.work_dir(name)
-    steps = [f'iter_{FIRST}', f'iter_{LAST}']
+    steps = [f'iter_{LAST}'] if RUNS[name].resumes else [f'iter_{FIRST}', f'iter_{LAST}']
     assert saves_in(log_of(work_dir)) == steps == sorted(path.stem for path in work_dir.glob('iter_*.pth'))
     found, expected = folder_tensors(export_of(work_dir)), trained(name, work_dir)
-    dtype = torch.bfloat16
+    dtype = torch.float32 if name in WITHOUT_DEEPSPEED else torch.bfloat16
     assert found.keys() == expected.keys()
     assert [key for key, t in found.items() if t.dtype != dtype or not t.equal(expected[key].to(dtype))] == []
     base = {} if name in ADAPTERS else folder_tensors(runs.root / RUNS[name].base)
     assert [k for k, t in found.items() if not t.any() or (k in base and t.equal(base[k].to(dtype)))] == []
+
+
+@pytest.mark.skipif('resumed' not in RUNS, reason='this transformers has no Qwen2')
+def test_a_resumed_run_saves_what_an_uninterrupted_one_does(runs):
+    assert_same_folder_tensors(export_of(runs.work_dir('resumed')), export_of(runs.work_dir(QWEN)))
+
+
+def test_the_best_of_a_run_that_validates_and_chats(runs, tmp_path, monkeypatch):
+    """Scored by rank 0's loss at each step; CheckpointHook has the same step's checkpoint, or none."""
+    monkeypatch.chdir(runs.root)
+    work_dir = runs.work_dir(BEST)
+    (folder,) = work_dir.glob('*/hf_model_best')
+    scores = re.findall(
+        r'Iter\(val\).*next_token_loss: (\S+)', (folder.parent / f'{folder.parent.name}.log').read_text()
+    )
+    assert len(scores) == LAST and runs.output(BEST).count('after_val in EvaluateChatHook') >= LAST
+    manifest = json.loads((folder / 'xhf_manifest.json').read_text())
+    assert manifest['iteration'] == 1 + min(range(LAST), key=lambda step: float(scores[step]))
+    assert_loads_clean(folder, AutoModelForCausalLM)
+    if (checkpoint := work_dir / f'iter_{manifest["iteration"]}.pth').exists():
+        assert_same_folder_tensors(convert(checkpoint, tmp_path / 'converted'), folder)
+
+
+@pytest.mark.skipif(COMPOSITE not in RUNS, reason='this XTuner has no InternVL')
+def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsys):
+    """The chat model goes out, merged, with the tokens that its tokenizer got; what else is trained is named."""
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
+    monkeypatch.chdir(runs.root)
+    work_dir = runs.work_dir(COMPOSITE)
+    folder, weights = export_of(work_dir), zero_to_fp32(work_dir)
+    found, base = folder_tensors(folder), folder_tensors(runs.root / 'internvl')
+    assert found.keys() == base.keys()
+    inner = 'mllm.model.'
+    of_llm = f'{inner}language_model.base_model.model.'
+    q_proj = 'language_model.model.layers.0.self_attn.q_proj'
+    a, b = (weights[f'{of_llm}model.layers.0.self_attn.q_proj.lora_{x}.default.weight'] for x in 'AB')
+    merged = base[f'{q_proj}.weight'].float() + 16 / 4 * b.bfloat16().float() @ a.bfloat16().float()
+    assert b.any() and torch.equal(found[f'{q_proj}.weight'], merged.bfloat16())
+    head = weights[f'{of_llm}lm_head.modules_to_save.default.weight'].bfloat16()
+    assert torch.equal(found['language_model.lm_head.weight'], head)
+    assert torch.equal(found['mlp1.1.weight'], weights[f'{inner}mlp1.1.weight'].bfloat16())
+    assert 'text_hidden_fcs' in log_of(work_dir)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert '[SEG]' in tokenizer.get_vocab() and len(tokenizer) == len(head)
+    model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.config.llm_config.vocab_size == len(head)
+    # What the adapter saves whole lies beside the base's weights, which the converter cannot know: it says so
+    options = ['--base', 'internvl', '--trust-remote-code']
+    assert convert_command([str(work_dir), str(tmp_path / 'converted'), *options]) == BAD_INPUT
+    assert 'modules_to_save' in capsys.readouterr().err
 
 
 def test_zero3_partitioned_what_was_saved(runs):
@@ -72,9 +149,43 @@ def test_zero3_partitioned_what_was_saved(runs):
         assert re.findall(r'Total persistent parameters: \d+ in (\d+) params', runs.output(name))[0] == str(n_whole)
 
 
+def save_pretrained_loses_views() -> bool:
+    """Transformers before 4.40 takes tensors in one storage for shared ones, as all are in DeepSpeed's flat buffer."""
+    model = transformers.BertModel(transformers.BertConfig(**MODELS['bert'][1]))
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    at = 0
+    for parameter in model.parameters():
+        parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
+        at += parameter.numel()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return len(folder_tensors(folder)) < len(list(model.parameters()))
+
+
+@pytest.mark.skipif(find_spec('xtuner.utils.zero_to_any_dtype') is None, reason='this XTuner reads fp32')
+def test_xtuners_converter_rounds_float32_to_float16(runs, tmp_path, monkeypatch):
+    """`xtuner convert pth_to_hf --fp32` on the checkpoint of which `xhf-convert --dtype float32` gives every bit."""
+    monkeypatch.chdir(runs.root)
+    work_dir = runs.work_dir(QWEN)
+    arguments = [f'{QWEN}.py', str(work_dir / f'iter_{LAST}.pth'), str(tmp_path / 'theirs'), '--fp32']
+    monkeypatch.setattr(sys, 'argv', ['pth_to_hf', *arguments, '--safe-serialization'])
+    runpy.run_module('xtuner.tools.model_converters.pth_to_hf', run_name='__main__')
+    theirs, expected = folder_tensors(tmp_path / 'theirs'), trained(QWEN, work_dir)
+    ours = folder_tensors(convert(work_dir, tmp_path / 'ours', '--dtype', 'float32'))
+    assert ours.keys() == expected.keys() == theirs.keys() - {'lm_head.weight'}  # tied
+    assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
+    assert all(torch.equal(theirs[key], tensor.half().float()) for key, tensor in expected.items())
+    assert not any(torch.equal(theirs[key], tensor) for key, tensor in expected.items())
+
+
 @pytest.mark.parametrize('name', BESIDE_XTUNERS_HOOK)
 def test_same_bytes_as_xtuners_own_hook(runs, name):
     work_dir = runs.work_dir(name)
+    if RUNS[name].deepspeed == 'deepspeed_zero2' and save_pretrained_loses_views():
+        ours, theirs = folder_tensors(export_of(work_dir)), folder_tensors(work_dir / 'hf_model')
+        assert (len(theirs), len(ours)) == (1, 21), 'XTuner logs "Removed shared tensor", and no more'
+        assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+        return
     assert_same_folder_tensors(export_of(work_dir), work_dir / 'hf_model')
     if name == LORA:
         ours, theirs = (at / 'adapter_config.json' for at in (export_of(work_dir), work_dir / 'hf_model'))
@@ -82,7 +193,8 @@ def test_same_bytes_as_xtuners_own_hook(runs, name):
 
 
 @pytest.mark.parametrize('name', [name for name in RESULTS if name != QLORA])  # its base wants a GPU
-def test_loads_and_generates(runs, name, monkeypatch):
+def test_loads_and_generates(runs, name, tmp_path, monkeypatch):
+    use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)  # an adapter's base
     folder = export_of(runs.work_dir(name))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -90,7 +202,7 @@ def test_loads_and_generates(runs, name, monkeypatch):
         model = AutoPeftModelForCausalLM.from_pretrained(folder)
     else:
         kind = AutoModelForSequenceClassification if name == 'reward' else AutoModelForCausalLM
-        model = assert_loads_clean(folder, kind)
+        model = assert_loads_clean(folder, kind, trust_remote_code=name == INTERNLM2)
     prompt = tokenizer(PROMPT, return_tensors='pt')
     if name == 'reward':
         assert model.config.pad_token_id == 0 and model(**prompt).logits.shape == (1, 1)
@@ -99,10 +211,14 @@ def test_loads_and_generates(runs, name, monkeypatch):
     if name != LORA:
         said = json.loads((folder / 'config.json').read_text())['use_cache']
         assert said is True, 'XTuner sets it to False on the live config'
+    if name == INTERNLM2:  # its code cannot generate in transformers 4.57
+        assert model(**prompt).logits.isfinite().all()
+        return
     generated = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert generated.shape[1] == prompt['input_ids'].shape[1] + 5
 
 
+@pytest.mark.skipif(INTERNVL not in RUNS, reason='this XTuner has no InternVL')
 def test_internvl_is_saved_with_its_code_and_loads(runs, tmp_path, monkeypatch):
     """Which cannot be built on the meta device as it is."""
     use_modules_cache(tmp_path / 'modules', monkeypatch)
@@ -118,7 +234,7 @@ def test_internvl_is_saved_with_its_code_and_loads(runs, tmp_path, monkeypatch):
     assert len(model.vision_model.dpr) == model.config.vision_config.num_hidden_layers
 
 
-@pytest.mark.parametrize('name', RUNS)
+@pytest.mark.parametrize('name', [name for name in RUNS if name not in (BEST, COMPOSITE)])
 def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkeypatch):
     """The config is the checkpoint's own text; the checkpoint is found through `last_checkpoint`.
 
@@ -129,8 +245,28 @@ def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkey
     work_dir = runs.work_dir(name)
     options = ['--max-shard-size', '40KB', '--verify']
     if name == INTERNVL:
-        options = ['--base', 'internvl', '--trust-remote-code']
+        options = ['--base', 'internvl']
+    if name in WITH_REMOTE_CODE:
+        options.append('--trust-remote-code')
     assert_same_files(convert(work_dir, tmp_path / 'converted', *options), export_of(work_dir))
+
+
+@pytest.mark.needs('the modern environment')
+def test_converted_and_read_where_transformers_is_new(runs, tmp_path):
+    """As who trained with XTuner a year ago, and has the newest transformers today."""
+    names = [name for name in (FULL, QWEN, LORA, 'one_process') if name in RUNS]
+    work_dirs = [runs.work_dir(name) for name in names]
+    program = [str(MODERN_PYTHON), str(REPO_ROOT / 'tests' / 'e2e' / 'xtuner_stack' / 'elsewhere.py'), str(tmp_path)]
+    environment = dict(os.environ, PYTHONPATH=str(REPO_ROOT), HF_HUB_OFFLINE='1')
+    environment.pop('TORCH_EXTENSIONS_DIR', None)
+    done = subprocess.run([*program, *work_dirs], cwd=runs.root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logits = torch.load(tmp_path / 'logits.pt')
+    for name, work_dir in zip(names, work_dirs, strict=True):
+        assert_same_folder_tensors(tmp_path / name, export_of(work_dir))
+        assert (name in logits) == (name != LORA)
+        if name in logits:
+            torch.testing.assert_close(logits[name], logits_of(export_of(work_dir)), rtol=1e-4, atol=1e-4)
 
 
 def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch):

@@ -50,10 +50,16 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
     assert not differing, f'{where}: {len(differing)} tensors differ: {told}'
 
 
-def assert_loads_clean(folder: str | Path, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+def assert_loads_clean(
+    folder: str | Path, model_class: type[PreTrainedModel], trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model that from_pretrained loads, in the dtype that it was saved in, with nothing to report."""
     model, report = model_class.from_pretrained(
-        folder, output_loading_info=True, local_files_only=True, torch_dtype='auto'
+        folder,
+        output_loading_info=True,
+        local_files_only=True,
+        torch_dtype='auto',
+        trust_remote_code=trust_remote_code,
     )
     # Transformers 4 reports lists and 5 sets; whatever a version reports must be empty.
     assert not any(report.values()), f'{folder}, loaded as {model_class.__name__}: {report}'

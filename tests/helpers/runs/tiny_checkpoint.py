@@ -68,7 +68,7 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
     save = WrittenSave(plan, stage(folder, plan, number), iteration(number))
-    manifest = describe_folder(folder.staging, save, 0, '')
+    manifest = describe_folder(folder.staging, save, 0, '', folder.name)
     (folder.staging / MANIFEST_NAME).write_bytes(manifest)
     path = folder.path.with_name(name)
     os.rename(folder.staging, path)

@@ -1,13 +1,15 @@
-"""Where a tokenizer is written to be looked at, and what a full disk does to that."""
+"""The files of a tokenizer: what calls leave in it, where it is written to be looked at, and a full disk."""
 
 import errno
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import edit_json, save_tokenizer
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 
 
@@ -55,3 +57,67 @@ def test_a_full_disk_is_an_error_and_never_another_tokenizer(base, out, monkeypa
     with pytest.raises(OSError, match=f'No space left on device.*{out}') as caught:
         write_tokenizer(out, tokenizer, '')
     assert caught.value.errno == errno.ENOSPC and list(out.iterdir()) == []
+
+
+#: Calls of a training script, and the texts of a reader: forty words and two.
+CALLS = {
+    'truncation': dict(truncation=True, max_length=12),
+    'padding': dict(padding='max_length', truncation=True, max_length=12),
+    'multiple of': dict(padding=True, pad_to_multiple_of=8),
+}
+TEXTS = [' '.join(f'w{i}' for i in range(40)), 'w1 w2']
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def n_tokens(folder: Path) -> list[int]:
+    """As whoever reads tokenizer.json without transformers, such as servers in Rust."""
+    read = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+    return [len(read.encode(text).ids) for text in TEXTS]
+
+
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('base_truncates', [True, False])
+def test_what_a_call_switched_on_is_not_part_of_the_tokenizer(base, out, call, base_truncates):
+    """Some bases have a truncation of their own, such as sentence-transformers' all-MiniLM-L6-v2."""
+    if base_truncates:
+        own = AutoTokenizer.from_pretrained(base)
+        own.backend_tokenizer.enable_truncation(30)
+        own.save_pretrained(base)
+    expected = [30 if base_truncates else 40, 2]
+    assert n_tokens(base) == expected
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer(TEXTS, **CALLS[call])
+    assert write_tokenizer(out, tokenizer, '') == []
+    assert contents(out) == contents(base)
+    tokenizer.add_tokens(['<new>'])  # training changed it: now it is not copied
+    assert write_tokenizer(out, tokenizer, '') == []
+    assert n_tokens(out) == expected
+    found, before = (json.loads((at / 'tokenizer.json').read_text()) for at in (out, base))
+    assert [found[part] for part in ('truncation', 'padding')] == [before[part] for part in ('truncation', 'padding')]
+    assert '<new>' in AutoTokenizer.from_pretrained(out).get_vocab()
+
+
+def test_a_call_of_a_tokenizer_without_a_base(base, out):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.name_or_path = ''
+    assert write_tokenizer(out, tokenizer, '') == []
+    before = contents(out)
+    tokenizer(TEXTS, **CALLS['padding'])
+    assert write_tokenizer(out, tokenizer, '') == []
+    assert contents(out) == before and n_tokens(out) == [40, 2]
+
+
+def test_a_call_of_a_tokenizer_with_code_of_its_own(base, out):
+    (base / 'tokenization_own.py').write_text(
+        'from transformers import PreTrainedTokenizerFast\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n'
+    )
+    code = {'AutoTokenizer': ['tokenization_own.OwnTokenizer'] * 2}
+    edit_json(base / 'tokenizer_config.json', tokenizer_class='OwnTokenizer', auto_map=code)
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=True)
+    assert type(tokenizer).__name__ == 'OwnTokenizer'
+    tokenizer(TEXTS, **CALLS['padding'])
+    assert write_tokenizer(out, tokenizer, '') == []
+    assert n_tokens(out) == [40, 2] and 'tokenization_own.py' in contents(out)

@@ -16,7 +16,7 @@ from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError, BaseModelError, ModelError, OptionError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import find_tokenizer
+from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.sources import source_for

@@ -6,25 +6,44 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     EncoderDecoderConfig,
     EncoderDecoderModel,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Pix2StructConfig,
+    Pix2StructForConditionalGeneration,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTModel,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
 )
 
 from tests.helpers.models.adapted import planned
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import edit_json
+from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters import HuggingFaceExporter
-from xhf_hooks.exporters.base import find_tokenizer
+from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
+from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.sources import source_for
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
@@ -92,6 +111,156 @@ def test_use_cache_of_a_class_without_defaults(tmp_path):
     assert model.config.use_cache is False
 
 
+def test_use_cache_of_a_part_is_the_default_of_its_class(tmp_path):
+    """Pix2Struct's text model does not cache unless it is told to; save_pretrained writes that."""
+    part = dict(hidden_size=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    vision = dict(
+        hidden_size=32, patch_embed_hidden_size=32, d_ff=48, d_kv=8, num_hidden_layers=1, num_attention_heads=4
+    )
+    config = Pix2StructConfig(text_config={'vocab_size': 131, **part}, vision_config=vision)
+    model = Pix2StructForConditionalGeneration(config)
+    written(tmp_path / 'found', model)
+    model.config.save_pretrained(tmp_path / 'expected')
+    parts = [read_json(tmp_path / at / 'config.json')['text_config'] for at in ('found', 'expected')]
+    found, expected = (part.get('use_cache') for part in parts)
+    assert found == expected and not found
+
+
+class WithMore(LlamaForCausalLM):
+    """Its save_pretrained writes a file and a field of its own, as those of many trainers' classes."""
+
+    def save_pretrained(self, folder, **options):
+        self.config.special = 'own'
+        super().save_pretrained(folder, **options)
+        Path(folder, 'more').mkdir()
+        Path(folder, 'more', 'settings.json').write_text('"own"')
+
+
+class WithoutTrial(LlamaForCausalLM):
+    def save_pretrained(self, folder, **options):
+        if options['state_dict'] == {}:
+            raise RuntimeError('no weights')
+        super().save_pretrained(folder, **options)
+
+
+def test_what_the_class_writes_besides_weights(tmp_path):
+    model = WithMore(LlamaConfig(**ZOO['llama'][1]))
+    before = model.config.to_dict()
+    assert written(tmp_path / 'found', model) == []
+    assert model.config.to_dict() == before
+    model.save_pretrained(tmp_path / 'expected')
+    names = [
+        {path.relative_to(at) for path in at.rglob('*.json')} for at in (tmp_path / 'found', tmp_path / 'expected')
+    ]
+    assert names[0] == names[1] and (tmp_path / 'found' / 'more' / 'settings.json').read_text() == '"own"'
+    found, expected = (read_json(tmp_path / at / 'config.json') for at in ('found', 'expected'))
+    assert {name: found.get(name) for name in expected} == expected and expected['special'] == 'own'
+
+
+def test_a_save_of_the_class_that_cannot_be_tried(tmp_path):
+    (warning,) = written(tmp_path, WithoutTrial(LlamaConfig(**ZOO['llama'][1])))
+    assert warning == (
+        'WithoutTrial has a save_pretrained of its own, which could not be run without weights '
+        '(RuntimeError: no weights): what it writes besides them may be missing'
+    )
+
+
+# What surrounds the model, and what lies beside it in the base
+
+
+class Pooling(torch.nn.Module):
+    def save(self, folder):
+        Path(folder, 'config.json').write_text('{"pooling_mode": "cls"}')
+
+
+class Projection(torch.nn.Linear):
+    def save(self, folder):
+        Path(folder, 'config.json').write_text('{}')
+        Path(folder, 'model.safetensors').write_text('weights')
+
+
+class First(torch.nn.Module):
+    def __init__(self, model, processor):
+        super().__init__()
+        self.model, self.processor = model, processor
+
+    def save(self, folder):
+        self.model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+        Path(folder, 'sentence_bert_config.json').write_text('{}')
+
+
+class Sentences(torch.nn.Sequential):
+    """Saves as SentenceTransformer of sentence-transformers 6.2 (its ``base/model.py``, ``save``)."""
+
+    def save_pretrained(self, path, create_model_card=True):
+        assert not create_model_card
+        modules = []
+        for name, module in self._modules.items():
+            at = '' if name == '0' else f'{name}_{type(module).__name__}'
+            Path(path, at).mkdir(exist_ok=True)
+            module.save(str(Path(path, at)))
+            modules.append({'idx': int(name), 'name': name, 'path': at})
+        Path(path, 'modules.json').write_text(json.dumps(modules))
+
+
+@pytest.mark.parametrize('has_weights', [False, True])
+def test_what_surrounds_the_exported_model(has_weights, tmp_path):
+    words = tokenizer()
+    whole = Sentences(First(build('llama'), words), Pooling(), *([Projection(4, 4)] if has_weights else []))
+    before = {name: dict(vars(module)) for name, module in whole.named_modules()}
+    exporter = exporter_for(whole, None)
+    exporter.entries(source_for(whole).specs(), None)
+    found, _ = find_tokenizer(None, None, exporter)
+    assert found is words
+    folder = tmp_path / 'found'
+    folder.mkdir()
+    warnings = exporter.write_hf_assets(folder, found, ())
+    assert [module['path'] for module in json.loads((folder / 'modules.json').read_text())][:2] == ['', '1_Pooling']
+    assert read_json(folder / '1_Pooling' / 'config.json') == {'pooling_mode': 'cls'}
+    assert {'sentence_bert_config.json', 'tokenizer.json'} <= {path.name for path in folder.iterdir()}
+    assert list(folder.rglob('*.safetensors')) == []
+    told = (
+        "['2_Projection/model.safetensors'] of Sentences are not saved: they hold weights outside of the exported model"
+    )
+    assert warnings == ([told] if has_weights else [])
+    assert {name: dict(vars(module)) for name, module in whole.named_modules()} == before
+
+
+@pytest.mark.parametrize('kind', ['LlamaForCausalLM', 'LlamaForSequenceClassification'])
+def test_what_lies_beside_a_base_of_the_same_class(kind, tmp_path):
+    """What plain code trains from a folder of sentence-transformers keeps its pooling; another class does not."""
+    base = tmp_path / 'base'
+    model = with_base(build('llama'), base, architectures=[kind])
+    (base / '1_Pooling').mkdir()
+    (base / '1_Pooling' / 'config.json').write_text('{"pooling_mode": "cls"}')
+    (base / 'modules.json').write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../base/1_Pooling"}]')
+    (base / 'spk_dict.pt').write_text('voices')
+    assert written(tmp_path / 'found', model) == []
+    names = {'modules.json', 'spk_dict.pt', '1_Pooling/config.json'}
+    found = {path.relative_to(tmp_path / 'found').as_posix() for path in (tmp_path / 'found').rglob('*')}
+    assert names & found == (names if kind == 'LlamaForCausalLM' else set())
+    for name in names & found:
+        assert (tmp_path / 'found' / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_tensors_of_the_base_that_the_class_does_not_have(tmp_path):
+    """As the layers for multi-token prediction of MiMo and Qwen3-Next, which no field of config.json announces."""
+    model = build('llama')
+    model.save_pretrained(tmp_path / 'base')
+    model.config._name_or_path = str(tmp_path / 'base')
+    assert written(tmp_path / 'found', model) == []
+    path = tmp_path / 'base' / 'model.safetensors'
+    tensors = load_file(path)
+    more = {'model.mtp_layers.0.proj.weight': torch.ones(2), 'model.layers.0.self_attn.q_proj.scale': torch.ones(1)}
+    save_file({**tensors, **more}, path, {'format': 'pt'})
+    (warning,) = written(tmp_path / 'found', model)
+    assert warning == (
+        f"1 tensor of the base model '{tmp_path}/base' are not in the save, since LlamaForCausalLM of transformers has "
+        f'no modules for them: model.mtp_layers.0.proj.weight; readers that use them must take them from the base'
+    )
+
+
 # The vocabulary
 
 
@@ -140,6 +309,156 @@ def test_a_tokenizer_of_another_library(has_base, tmp_path):
     else:
         assert found is None and 'no tokenizer will be saved' in warnings[1]
     assert len(warnings) == 2
+
+
+@pytest.fixture
+def whisper(tmp_path):
+    """A base with a whole processor, and its model."""
+    words = ['<|endoftext|>', *'abcdefghijklmnopqrstuvwxyz', 'Ġ']
+    (tmp_path / 'words').mkdir()
+    (tmp_path / 'words' / 'vocab.json').write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (tmp_path / 'words' / 'merges.txt').write_text('#version: 0.2\n')
+    of_text = WhisperTokenizer.from_pretrained(tmp_path / 'words')
+    processor = WhisperProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), of_text)
+    processor.save_pretrained(tmp_path / 'base')
+    config = dict(
+        num_mel_bins=16, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=37, decoder_ffn_dim=37
+    )
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, max_source_positions=50, max_target_positions=32)
+    ids = dict(pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=1)
+    model = WhisperForConditionalGeneration(WhisperConfig(vocab_size=len(of_text), **config, **heads, **ids))
+    return with_base(model, tmp_path / 'base')
+
+
+@pytest.mark.parametrize('given', ['processor', 'feature_extractor', 'tokenizer', 'nothing'])
+def test_what_the_run_does_not_give_comes_from_the_base(given, whisper, tmp_path):
+    """Whisper's tutorial gives Trainer the feature extractor alone."""
+    processor = WhisperProcessor.from_pretrained(tmp_path / 'base')
+    of_run = {'processor': processor, 'nothing': None}.get(given, getattr(processor, given, None))
+    found, warnings = find_tokenizer(None, of_run, HuggingFaceExporter(whisper, None))
+    assert warnings == [] and written(tmp_path / 'found', whisper, tokenizer=found) == []
+    names = {path.name for path in (tmp_path / 'base').iterdir()} - {'config.json'}
+    assert names <= {path.name for path in (tmp_path / 'found').iterdir()}
+    for name in names:
+        assert (tmp_path / 'found' / name).read_bytes() == (tmp_path / 'base' / name).read_bytes(), name
+
+
+def test_a_part_of_the_run_takes_the_place_of_the_bases(whisper, tmp_path):
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    found, _ = find_tokenizer(None, extractor, HuggingFaceExporter(whisper, None))
+    written(tmp_path / 'found', whisper, tokenizer=found)
+    loaded = WhisperProcessor.from_pretrained(tmp_path / 'found')
+    assert loaded.feature_extractor.chunk_length == 2 and len(loaded.tokenizer) == whisper.config.vocab_size
+
+
+@pytest.mark.parametrize('has_tokenizer', [True, False])
+def test_an_image_processor_without_a_processor(has_tokenizer, tmp_path):
+    """As for vit-gpt2: image processor and tokenizer are beside each other in the base."""
+    model = with_base(build('llama'), tmp_path / 'base')
+    images = ViTImageProcessor(size=dict(height=8, width=8))
+    if has_tokenizer:
+        tokenizer(9).save_pretrained(tmp_path / 'base')
+    found, warnings = find_tokenizer(None, images, HuggingFaceExporter(model, None))
+    written(tmp_path / 'found', model, tokenizer=found)
+    assert read_json(tmp_path / 'found' / 'preprocessor_config.json')['size'] == dict(height=8, width=8)
+    assert (tmp_path / 'found' / 'tokenizer.json').exists() == has_tokenizer
+    told = f"no tokenizer will be saved: that of the run is a {type(images).__name__}, and the base model '"
+    assert [warning.startswith(told) for warning in warnings] == ([] if has_tokenizer else [True])
+
+
+def test_a_model_without_words_needs_no_tokenizer(tmp_path):
+    model = with_base(ViTModel(ViTConfig(**VISION_TOWER)), tmp_path / 'base')
+    assert find_tokenizer(None, None, HuggingFaceExporter(model, None)) == (None, [])
+    images = ViTImageProcessor()
+    assert find_tokenizer(None, images, HuggingFaceExporter(model, None)) == (images, [])
+
+
+def test_the_vocabulary_of_a_processor_is_compared(whisper, tmp_path):
+    processor = WhisperProcessor.from_pretrained(tmp_path / 'base')
+    processor.tokenizer.add_tokens(['<new>'])
+    rows = whisper.config.vocab_size
+    with pytest.raises(ModelError, match=f'has {rows + 1} tokens, but the model has embeddings for {rows}'):
+        written(tmp_path / 'found', whisper, tokenizer=processor)
+
+
+def test_a_folder_with_a_processor_gives_the_processor(whisper, tmp_path):
+    given = WhisperProcessor.from_pretrained(tmp_path / 'base')
+    given.feature_extractor.chunk_length = 3
+    given.save_pretrained(tmp_path / 'given')
+    found, warnings = find_tokenizer(tmp_path / 'given', None, HuggingFaceExporter(whisper, None))
+    assert warnings == [] and written(tmp_path / 'found', whisper, tokenizer=found) == []
+    assert WhisperProcessor.from_pretrained(tmp_path / 'found').feature_extractor.chunk_length == 3
+
+
+@pytest.mark.parametrize('given', ['nothing', 'folder'])
+def test_a_tokenizer_with_code_of_its_own_is_copied_unrun(given, tmp_path):
+    base = tmp_path / 'base'
+    model = with_base(build('llama'), base)
+    tokenizer(9).save_pretrained(base)
+    (base / 'tokenization_own.py').write_text("from .words import NAMES\nopen('/ran', 'w')\nFILE = 'own.tiktoken'\n")
+    (base / 'words.py').write_text('NAMES = ()\n')
+    (base / 'own.tiktoken').write_text('own')
+    (base / 'notes.txt').write_text('not named')
+    code = {'AutoTokenizer': ['tokenization_own.OwnTokenizer', None]}
+    edit_json(base / 'tokenizer_config.json', tokenizer_class='OwnTokenizer', auto_map=code)
+    found, warnings = find_tokenizer(base if given == 'folder' else None, None, HuggingFaceExporter(model, None))
+    (warning,) = warnings
+    assert warning.endswith('is copied as it is: it has code of its own, which is not run')
+    assert written(tmp_path / 'found', model, tokenizer=found) == []
+    names = {path.name for path in base.iterdir()} - {'config.json', 'notes.txt'}
+    assert {path.name for path in (tmp_path / 'found').iterdir()} >= names
+    assert not (tmp_path / 'found' / 'notes.txt').exists()
+    for name in names:
+        assert (tmp_path / 'found' / name).read_bytes() == (base / name).read_bytes()
+
+
+@pytest.mark.parametrize('name', ['tekken.json', 'spiece.model'])
+def test_a_vocabulary_that_cannot_be_loaded_here_is_copied(name, tmp_path):
+    model = with_base(build('llama'), tmp_path / 'base')
+    (tmp_path / 'base' / name).write_text('{}')
+    found, (warning,) = find_tokenizer(None, None, HuggingFaceExporter(model, None))
+    assert "base' is copied as it is: it cannot be loaded here: " in warning
+    written(tmp_path / 'found', model, tokenizer=found)
+    assert (tmp_path / 'found' / name).read_text() == '{}'
+
+
+@pytest.mark.parametrize('has_code', [True, False])
+def test_code_that_the_config_names_comes_from_the_base(has_code, tmp_path):
+    """As Phi-3's: transformers has the class by now, and the base still has code for older versions."""
+    model = with_base(build('llama'), tmp_path / 'base', auto_map={'AutoModelForCausalLM': 'modeling_own.OwnModel'})
+    model.config.auto_map = {'AutoModelForCausalLM': 'modeling_own.OwnModel'}
+    if has_code:
+        (tmp_path / 'base' / 'modeling_own.py').write_text('class OwnModel: ...\n')
+    warnings = written(tmp_path / 'found', model)
+    if has_code:
+        assert warnings == [] and (tmp_path / 'found' / 'modeling_own.py').read_text() == 'class OwnModel: ...\n'
+    else:
+        (warning,) = warnings
+        assert warning.startswith('auto_map names code that is not in the folder') and 'modeling_own.py' in warning
+
+
+@pytest.mark.parametrize('revisions', ['differ', 'are alike'])
+def test_the_revision_of_a_base_in_the_hub_cache(revisions, tmp_path, monkeypatch):
+    """transformers 5 does not tell which one was loaded: never the tokenizer of another one, and a warning."""
+    repository = tmp_path / 'hub' / 'models--organization--base'
+    (repository / 'refs').mkdir(parents=True)
+    for ref, commit, n_tokens in (('main', 'a' * 40, 9), ('v2', 'b' * 40, 9 if revisions == 'are alike' else 11)):
+        build('llama').save_pretrained(repository / 'snapshots' / commit)
+        tokenizer(n_tokens).save_pretrained(repository / 'snapshots' / commit)
+        (repository / 'refs' / ref).write_text(commit)
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 has a constant of its own
+        monkeypatch.setattr(transformers.utils.hub, 'TRANSFORMERS_CACHE', str(tmp_path / 'hub'))
+    model = AutoModelForCausalLM.from_pretrained('organization/base', revision='v2')
+    found, warnings = find_tokenizer(None, None, HuggingFaceExporter(model, None))
+    if revisions == 'are alike':
+        assert len(found) == 9 and warnings == []
+    elif getattr(model.config, '_commit_hash', None) is not None:
+        assert len(found) == 11 and warnings == []
+    else:
+        assert found is None and warnings[0].startswith('the cache has several revisions of organization/base, ')
+        assert 'no tokenizer will be saved' in warnings[1]
 
 
 # generation_config.json

@@ -24,8 +24,9 @@ from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError
-from xhf_hooks.exporters.base import Exporter, find_tokenizer
+from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 

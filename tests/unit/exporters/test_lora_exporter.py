@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
@@ -166,18 +166,85 @@ def test_trained_outside_the_adapter(tmp_path):
     assert torch.equal(folder_tensors(tmp_path / 'hf_model')['lm_head.weight'], model.get_base_model().lm_head.weight)
 
 
-def test_no_adapter_or_another():
-    from peft import IA3Config, LoraConfig, get_peft_model
+def test_trained_outside_the_adapter_beside_the_merged_model():
+    """The folder of the adapter is checked by itself."""
+    model = adapted('llama')
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or 'norm' in name)
+    assert refusal(model, 'both') == refusal(model, 'adapter')
+    assert 'layers.0.input_layernorm.weight' in refusal(model, 'both')
+
+
+def test_no_adapter_or_none_that_is_trained():
+    from peft import LoraConfig
 
     assert 'option lora: expected None' in refusal(build('llama'), 'merge')
-    config = IA3Config(target_modules=['k_proj', 'down_proj'], feedforward_modules=['down_proj'])
-    expected = "one trained adapter, of type LORA, found {'default': 'IA3'}"
-    assert expected in refusal(get_peft_model(build('llama'), config))
+    frozen = adapted('llama').requires_grad_(False)
+    assert "the adapters ['default'] of LlamaForCausalLM have no trainable tensors" in refusal(frozen)
     two = adapted('llama')
     two.add_adapter('other', LoraConfig(target_modules=['q_proj']))
-    for parameter in two.parameters():
-        parameter.requires_grad_(True)
-    assert "{'default': 'LORA', 'other': 'LORA'}" in refusal(two)
+    two.requires_grad_(True)
+    for lora in ('adapter', 'merge'):
+        assert "trainable adapters that are not active, and its outputs do not depend on them: ['other']" in refusal(
+            two, lora
+        )
+
+
+# Adapters of other kinds
+
+
+def adapted_by(kind: str, options: dict[str, Any]) -> Any:
+    """A model with an adapter of a class of peft, whose trained tensors are not those that it was made with."""
+    import peft
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(build('llama'), getattr(peft, kind)(task_type='CAUSAL_LM', **options))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+#: Of which peft writes tensors of the model.
+OTHER_KINDS = {
+    'PromptTuningConfig': dict(num_virtual_tokens=5),
+    'PrefixTuningConfig': dict(num_virtual_tokens=5),
+    'IA3Config': dict(target_modules=['k_proj', 'down_proj'], feedforward_modules=['down_proj']),
+    'VeraConfig': dict(r=4, target_modules=['q_proj']),
+    'LoHaConfig': dict(r=4, target_modules=['q_proj']),
+    'LoKrConfig': dict(r=4, target_modules=['q_proj']),
+    'LNTuningConfig': dict(),
+}
+#: What peft writes of others.
+COMPUTED = {
+    'P_TUNING': ('PromptEncoderConfig', dict(num_virtual_tokens=5, encoder_hidden_size=16)),
+    'PREFIX_TUNING': ('PrefixTuningConfig', dict(num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16)),
+    'CPT': ('CPTConfig', dict(cpt_token_ids=[0, 1], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])),
+    'ADALORA': ('AdaLoraConfig', dict(init_r=4, target_r=2, total_step=9, target_modules=['q_proj'])),
+}
+
+
+@pytest.mark.parametrize('kind', OTHER_KINDS)
+def test_an_adapter_of_another_kind_is_pefts(kind, tmp_path):
+    model = adapted_by(kind, OTHER_KINDS[kind])
+    model.save_pretrained(tmp_path / 'expected')
+    _, committed = save_folder(around(llm=model), tmp_path / 'hf_model')
+    expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').iterdir()}
+    assert {path.name: path.read_bytes() for path in committed.path.iterdir() if path.name in expected} == expected
+    exporter = planned(around(llm=model))
+    assert exporter.left_out_trained == () and not exporter.look_for_left_out(around(llm=model))
+    assert 'merging needs adapters of LoRA' in refusal(around(llm=model), 'merge')
+
+
+@pytest.mark.parametrize('kind', COMPUTED)
+def test_an_adapter_that_peft_computes_is_refused(kind):
+    import peft
+
+    if not hasattr(peft, COMPUTED[kind][0]):
+        kind = 'P_TUNING'  # older versions of peft have no CPT
+    found = refusal(adapted_by(*COMPUTED[kind]))
+    assert f'of an adapter of type {kind}, peft writes' in found and "peft's own save_pretrained" in found
 
 
 # Several adapters
@@ -198,7 +265,7 @@ def with_reference(model: Any, **lora: Any) -> Any:
 
 
 @pytest.mark.parametrize('others', [{}, dict(target_modules=['k_proj', 'q_proj'], modules_to_save=['embed_tokens'])])
-def test_a_frozen_adapter_beside_the_trained_one(others, tmp_path):
+def test_an_inactive_adapter_beside_the_trained_one(others, tmp_path):
     options = dict(modules_to_save=['lm_head'])
     model = adapted('llama', **options)
     model.save_pretrained(tmp_path / 'adapter')
@@ -210,9 +277,53 @@ def test_a_frozen_adapter_beside_the_trained_one(others, tmp_path):
     assert {path.name: path.read_bytes() for path in (committed.path / 'adapter').iterdir()} == files
     assert_same_folder_tensors(tmp_path / 'merged', committed.path)
     exporter = planned(whole)
-    assert exporter.notes == ("only the trained adapter 'default' is saved, without the frozen ['ref']",)
+    assert exporter.notes == ("only what is active is saved, ['default'], without the inactive adapters ['ref']",)
     frozen = {name for name, _ in whole.named_parameters() if '.ref.' in name}
     assert frozen and frozen <= set(exporter.left_out)
+
+
+def with_second(first: dict[str, Any], second: dict[str, Any]) -> Any:
+    """A second adapter, which is trained on top of a frozen first one; both are active."""
+    from peft import LoraConfig, get_peft_model
+
+    task = dict(r=3, lora_alpha=5, task_type='CAUSAL_LM')
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = get_peft_model(build('llama'), LoraConfig(**task, **first), adapter_name='first')
+        model.add_adapter('second', LoraConfig(**task, **second))
+        model.base_model.set_adapter(['first', 'second'])
+        for name, parameter in model.named_parameters():
+            if 'lora_' in name:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+            parameter.requires_grad_('.second' in name)
+    return model
+
+
+@pytest.mark.parametrize('first', [['q_proj', 'embed_tokens'], ['k_proj']])
+def test_all_active_adapters_are_merged_and_saved(first, tmp_path):
+    """On the same layers or on others; each in the folder into which peft writes it."""
+    model = with_second(dict(target_modules=first), dict(target_modules=['q_proj', 'embed_tokens']))
+    model.save_pretrained(tmp_path / 'adapters')
+    merged_by_peft(model, tmp_path / 'merged')
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = model(tokens).logits
+    _, committed = save_folder(around(llm=model), tmp_path / 'hf_model', lora='both')
+    assert_same_folder_tensors(tmp_path / 'merged', committed.path)
+    assert_loads_clean(committed.path, type(model.get_base_model()))
+    with torch.no_grad():
+        assert torch.allclose(AutoModelForCausalLM.from_pretrained(committed.path)(tokens).logits, logits, atol=1e-5)
+    for name in ('first', 'second'):
+        expected = {path.name: path.read_bytes() for path in (tmp_path / 'adapters' / name).iterdir()}
+        folder = committed.path / 'adapter' / name
+        assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in expected} == expected
+    assert not (committed.path / 'adapter' / 'adapter_config.json').exists()
+
+
+def test_two_active_adapters_that_cannot_be_merged():
+    both = with_second(dict(target_modules=['q_proj']), dict(target_modules=['q_proj'], use_dora=True))
+    assert "DoRA beside another active adapter cannot be merged: ['first', 'second']" in refusal(both, 'merge')
+    planned(both)
 
 
 def test_a_base_that_nothing_can_be_merged_into():

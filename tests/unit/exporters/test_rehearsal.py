@@ -268,4 +268,8 @@ def test_a_class_of_ones_own_is_told(monkeypatch):
     assert notes_on(OwnLlama, auto_map={'AutoModelForCausalLM': 'modeling_own.OwnLlama'}) == []
     monkeypatch.setattr(OwnLlama, '_auto_class', 'AutoModelForCausalLM')
     assert notes_on(OwnLlama) == []
+    monkeypatch.setattr(OwnLlama, '_auto_class', None)
+    monkeypatch.setattr(OwnLlama, '__module__', '__main__')  # whose code transformers does not save
+    (note,) = notes_on(OwnLlama)
+    assert 'with the class in a module of its own, and not in the script, OwnLlama.register_for_auto_class()' in note
     assert notes_on(LlamaForCausalLM) == [] and notes_on(transformers.LlamaForCausalLM) == []

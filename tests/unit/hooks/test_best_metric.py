@@ -21,7 +21,7 @@ def best_after_each(best: BestMetric, hub: MessageHub, results: list[dict]) -> l
     """What is better at each validation, when every save succeeds."""
     seen = []
     for metrics in results:
-        better = best.improved(metrics, hub)
+        better = best.improved(metrics, hub, pytest.fail)
         for metric, score in better.items():
             best.remember(metric, score, hub)
         seen.append(better)
@@ -58,7 +58,7 @@ def test_a_metric_whose_name_tells_no_rule_is_an_error_of_ours(hub):
     with pytest.raises(OptionError, match="option rule: expected 'greater' or 'less', for the metric 'perplexity_x'"):
         BestMetric('perplexity_x', None)
     with pytest.raises(OptionError, match="expected 'greater' or 'less' for the metric 'strange', found None"):
-        BestMetric('auto', None).improved({'strange': 1.0}, hub)
+        BestMetric('auto', None).improved({'strange': 1.0}, hub, pytest.fail)
 
 
 def test_suffixes():
@@ -68,7 +68,7 @@ def test_suffixes():
 
 def test_unknown_metric(hub):
     with pytest.raises(OptionError, match=r"save_best.*\['loss', 'ppl'\].*'acc'"):
-        BestMetric('acc', None).improved({'ppl': 1.0, 'loss': 2.0}, hub)
+        BestMetric('acc', None).improved({'ppl': 1.0, 'loss': 2.0}, hub, pytest.fail)
 
 
 def test_neither_a_save_that_failed_nor_another_hooks_is_remembered(hub):
@@ -76,10 +76,10 @@ def test_neither_a_save_that_failed_nor_another_hooks_is_remembered(hub):
     hub.update_info('best_score', 100.0)
     hub.update_info('best_score_acc', 100.0)
     best = BestMetric('acc', None)
-    assert best.improved({'acc': 2}, hub) == {'acc': 2}
-    assert best.improved({'acc': 2}, hub) == {'acc': 2}
+    assert best.improved({'acc': 2}, hub, pytest.fail) == {'acc': 2}
+    assert best.improved({'acc': 2}, hub, pytest.fail) == {'acc': 2}
     best.remember('acc', 2, hub)
-    assert best.improved({'acc': 2}, hub) == {}
+    assert best.improved({'acc': 2}, hub, pytest.fail) == {}
 
 
 @pytest.mark.parametrize('score', [0.5, float('inf'), torch.tensor(0.5), np.float32(0.5), 1])
@@ -96,3 +96,27 @@ def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(te
         BestMetric('acc', None).begin(Path('hf_model'), earlier, hub)
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
     assert BestMetric('acc', None).begin(Path('hf_model'), earlier, hub) == ['best acc so far: 2.5000']
+
+
+def test_metrics_that_would_share_a_folder_are_refused_when_the_hook_is_built():
+    with pytest.raises(OptionError, match="option save_best: expected metrics that differ in more than '/' and '_'"):
+        BestMetric(['coco/bbox_mAP', 'coco_bbox_mAP'], 'greater')
+
+
+@pytest.mark.parametrize(
+    ('content', 'words'),
+    [
+        (
+            {'best': {'metric': 'f1', 'score': 0.9}},
+            "holds the best save by 'f1', and a save by 'acc' would replace it.",
+        ),
+        ({}, 'has no recorded score to compare with.'),
+    ],
+)
+def test_a_folder_that_auto_may_not_replace_does_not_end_the_run(content, words, hub):
+    """The metric is known hours after training began. It is told once, and nothing is saved there."""
+    best, said = BestMetric('auto', 'greater'), []
+    best.begin(Path('hf_model'), [BestSave.described_by(json.dumps(content).encode(), 'hf_best', 'best')], hub)
+    assert [best.improved({'acc': score}, hub, said.append) for score in (1, 2)] == [{}, {}]
+    told = f'hf_best {words} Move it away, or set out_dir, for the next run'
+    assert said == [f"save_best: this run makes no best saves by 'acc': {told}"]

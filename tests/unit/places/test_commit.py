@@ -100,13 +100,36 @@ def test_damaged_staging_is_refused(folder, tmp_path, damage):
     assert hidden(tmp_path) == LOCK
 
 
-def test_commit_does_not_replace_what_somebody_put_there_meanwhile(folder, both_ways):
-    """``claim`` found the name free; hours later it holds files that are not ours."""
+def test_commit_does_not_replace_what_somebody_put_there_meanwhile(claim, tmp_path, said, both_ways):
+    """``claim`` found the name free; hours later it holds files that are not ours. The saves get other names."""
+    folder = claim(max_keep=2)
     folder.path.mkdir()
     (folder.path / 'notes.txt').write_text('mine')
-    with pytest.raises(TargetError, match='did not write'):
-        commit_one(folder, 1)
-    assert (folder.path / 'notes.txt').read_text() == 'mine'
+    for number in (1, 2, 3):
+        commit_one(folder, number)
+    assert [*folder.path.iterdir()] == [folder.path / 'notes.txt']
+    folder.path.rename(tmp_path / '.moved')
+    assert visible(tmp_path) == {'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
+    assert said[2] == (
+        f'{folder.path} holds files that this package did not write, so it stays, and the save of iter_3 is '
+        f'{folder.path}_iter_3; move hf_model away, and the next save gets its name'
+    )
+    commit_one(folder, 4)
+    assert visible(tmp_path) == {'hf_model': 4, 'hf_model_iter_3': 3} and len(said) == 3
+
+
+@pytest.mark.parametrize('max_keep', [1, -1])
+def test_a_save_is_kept_though_the_manifest_of_the_newest_is_gone(claim, tmp_path, said, max_keep):
+    folder = claim(max_keep)
+    commit_one(folder, 1)
+    (folder.path / 'xhf_manifest.json').unlink()
+    for number in (2, 3):
+        commit_one(folder, number)
+    kept = folder.keep()
+    assert content(kept.path) == 3
+    kept.release()
+    older = {'hf_model_iter_2': 2} if max_keep == -1 else {}
+    assert visible(tmp_path) == {'hf_model': 1, **older, 'hf_model_iter_3': 3} and len(said) == 2
 
 
 def test_a_disk_that_is_too_small_is_told_with_what_to_change(folder, tmp_path):

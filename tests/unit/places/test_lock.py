@@ -3,6 +3,9 @@
 import errno
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -89,3 +92,63 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     warnings = [call.args[0] for call in log.warning.call_args_list]
     assert len(warnings) == (why == 'it is protected')
     assert all(str(staged.parent) in each and 'Permission denied' in each for each in warnings)
+
+
+def test_a_process_forked_by_the_holder_does_not_hold_the_lock(tmp_path, claim):
+    """As a data loader worker that lives on when rank 0 was killed; the lock stays while the holder lives."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+folder = CheckpointFolder(Path(sys.argv[1]), 1)
+folder.claim()
+if os.fork() == 0:
+    print('forked', os.getpid(), flush=True)
+    time.sleep(600)
+time.sleep(600)
+"""
+    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    worker = int(holder.stdout.readline().split()[1])
+    try:
+        second = CheckpointFolder(tmp_path / 'hf_model', 1)
+        assert not second.lock.acquire()
+        holder.kill()
+        holder.wait()
+        os.kill(worker, 0)  # it lives
+        assert second.lock.acquire()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        second.release()
+
+
+def test_a_kept_lock_keeps_other_processes_out_and_is_taken_over_in_this_one(tmp_path):
+    """Also where somebody has removed the lock file; exit removes it."""
+    code = """
+import sys
+from pathlib import Path
+from xhf_hooks.places.lock import RunLock
+folder = Path(sys.argv[1])
+for _ in range(3):
+    lock = RunLock(folder)
+    assert lock.acquire()
+    lock.keep_until_exit()
+input()
+lock.path.unlink()
+assert RunLock(folder).acquire()
+lock = RunLock(folder.with_name('other'))
+assert lock.acquire()
+lock.keep_until_exit()
+print(lock.path.exists(), flush=True)
+"""
+    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        second = lock.RunLock(tmp_path / 'hf_model')
+        while not second.path.exists() or 'process' not in second.path.read_text():
+            assert first.poll() is None
+        assert not second.acquire() and second.holder.startswith(f'process {first.pid} on ')
+        assert first.communicate('go on\n')[0] == 'True\n'
+    assert first.returncode == 0
+    assert not (tmp_path / '.other.lock').exists()
+    assert second.acquire()
+    second.release()

@@ -315,3 +315,16 @@ def test_a_base_under_another_timestamp_is_not_replaced_by_what_a_killed_run_lef
     put_partial(base, new_name(base.path, 'staging').name)
     sweep_dead_runs(mock.Mock(), tmp_path, 'hf_model', [base.path])
     assert visible(base.path.parent) == {'hf_model': 1, 'hf_model_iter_2': 2} and hidden(base.path.parent) == set()
+
+
+def test_saves_that_the_user_named_like_older_ones_stay(tmp_path, claim):
+    """As ``save_hf(model, 'hf_model_iter_2')`` makes them; then ``save_hf(model, 'hf_model')`` keeps one save."""
+    for number in (2, 4):
+        own = CheckpointFolder(tmp_path / f'hf_model_iter_{number}', 1)
+        own.claim()
+        commit_one(own, number)
+        own.release()
+    folder = claim(max_keep=1)
+    for number in (6, 7):
+        commit_one(folder, number)
+    assert visible(tmp_path) == {'hf_model': 7, 'hf_model_iter_2': 2, 'hf_model_iter_4': 4}

@@ -77,6 +77,22 @@ def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_pa
     assert assert_whole(tmp_path / 'hf_model') == 40
 
 
+@pytest.mark.parametrize('async_save', [True, False])
+def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp_path, caplog, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, 'No space left on device')
+
+    saves = Run().begin(tmp_path / 'hf_model', async_save=async_save)
+    for number in (20, 40, 60):
+        with monkeypatch.context() as disk:
+            if number != 40:
+                disk.setattr(OutputFile, 'write', full)
+            saves.save(iteration(number))
+            saves.collect()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [text.endswith(' The previous save is still complete.') for text in told] == [False, True]
+
+
 def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, caplog):
     """It raised, and a notebook still refers to it: Ctrl-C would go to it, and training would go on."""
     earlier, later = Run(), Run()

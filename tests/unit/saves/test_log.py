@@ -6,13 +6,15 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.preflight import log_preparations
-from xhf_hooks.saves.telemetry import Progress, RunLog, show
+from xhf_hooks.saves.telemetry import Progress, RunLog, log_save, show
 
 
 @pytest.fixture()
@@ -92,3 +94,14 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
     log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
     assert caplog.messages[1:] == expected
+
+
+def test_a_warning_about_all_saves_is_logged_once(log, caplog):
+    """The trial before training gives it, and each save again; what only a save finds is logged each time."""
+    cost = SaveCost(1, 1.0, 1.0, 1)
+    log.warn_before_training('no tokenizer')
+    for number in (1, 2):
+        found = CommittedCheckpoint(Path('hf_model'), Step('iter', number, number), cost, ('no tokenizer', 'NaN'))
+        log_save(log, found)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+    assert warnings == ['Door: no tokenizer', 'Door: NaN', 'Door: NaN']

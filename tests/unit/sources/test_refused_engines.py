@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.sources import Zero3Source, source_for
-from xhf_hooks.sources.master_fragments import refuse_unreadable_fp32_masters
+from xhf_hooks.sources.master_fragments import refuse_unnamed_fp32_masters, refuse_unreadable_fp32_masters
 
 
 @pytest.mark.parametrize('name', ['round_robin_gradients', 'zenflow'])
@@ -17,6 +18,52 @@ def test_masters(name):
         with pytest.raises(OptionError, match=f"no 'float32', or no {name} in DeepSpeed's config"):
             refuse_unreadable_fp32_masters(engine)
     refuse_unreadable_fp32_masters(SimpleNamespace(**{name: False}))
+
+
+@pytest.mark.parametrize('name', ['fp32_groups', 'fp32_groups_flat'])
+def test_masters_of_stage_0(name):
+    """DeepSpeed's own classes, as the engine has them or Trainer passes them in a wrapper."""
+    FP16_Optimizer = type('FP16_Optimizer', (), {name: []})
+    for given in (FP16_Optimizer(), SimpleNamespace(optimizer=FP16_Optimizer())):
+        with pytest.raises(OptionError, match=r"no 'float32', or stage 1, 2 or 3 .* FP16_Optimizer does not say whose"):
+            refuse_unnamed_fp32_masters(given)
+    refuse_unnamed_fp32_masters(SimpleNamespace(optimizer=None))
+
+
+def with_masters(masters: dict[str, torch.Tensor]) -> nn.Module:
+    """A 16-bit model whose parameters DeepSpeed has linked to these masters."""
+    model = nn.Linear(40, 30, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        master = masters.get(name, parameter.detach().float()).reshape(-1)
+        address = SimpleNamespace(start=7, numel=parameter.numel() - 7)
+        parameter._hp_mapping = SimpleNamespace(
+            lp_fragment_address=address, get_hp_fragment=lambda master=master: master[7:]
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    'other', [lambda master: master.flip(0), lambda master: master + 0.1, lambda master: master[1:]]
+)
+def test_a_master_of_another_parameter_is_refused_whoever_passed_the_model(other):
+    """By its values alone; one that differs from the weights by rounding is right."""
+    exact = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
+    for masters, is_right in ((exact, True), (other(exact), False)):
+        model = with_masters({'weight': masters})
+        model.weight.data.copy_(exact)
+        source = source_for(model)
+        specs = [spec.of_master() for spec in source.specs() if spec.has_master]
+        assert [spec.name for spec in specs] == ['weight', 'bias']
+        if is_right:
+            source.require_own_masters(specs)
+            continue
+        with pytest.raises(ModelError, match=r'^weight: expected an fp32 master that rounds .* \(in 1 of 2 tensors'):
+            source.require_own_masters(specs)
+
+
+def test_masters_in_16_bits_are_none():
+    model = with_masters({'weight': torch.zeros(30, 40, dtype=torch.bfloat16)})
+    assert [(spec.has_master, spec.master_lost) for spec in source_for(model).specs()] == [(False, True)] * 2
 
 
 def test_zenflow_at_zero_3():

@@ -1,18 +1,27 @@
 """Two models: identical, the same but for rounding, or different; what is rounding, against exact arithmetic."""
 
+import json
 import math
 import shutil
+import sys
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.helpers.models.model_folder import save_model
+from tests.helpers.models.model_folder import edit_json, save_model
+from tests.helpers.models.zoo import projector
+from tests.helpers.models.zoo.llava import TinyLlava, save_bases
+from xhf_hooks.cli.convert import main as convert_main
 from xhf_hooks.convert import ConvertOptions
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -30,7 +39,8 @@ def model(tmp_path_factory):
 
 
 def compared(a: Path, b: Path, **options: object) -> Comparison:
-    return compare_models(*open_models(a, b, ConvertOptions(**options)), workers=2)
+    with TemporaryDirectory() as scratch:
+        return compare_models(*open_models(a, b, ConvertOptions(**options), Path(scratch)), workers=2)
 
 
 def changed(model: Path, folder: Path, *casts: torch.dtype, edit: Any = torch.Tensor.contiguous) -> Path:
@@ -118,6 +128,121 @@ def test_experts_that_are_made_of_one_tensor(tmp_path):
     assert found.verdict == IDENTICAL and len(found.tensors) == len(load_file(tmp_path / 'model' / WEIGHTS))
     with pytest.raises(CheckpointError, match='convert one of them with xhf-convert first'):
         compared(tmp_path / 'weights.pth', tmp_path / 'weights.pth')
+
+
+def test_a_model_does_not_hold_others_below_it(model, tmp_path):
+    """Trainer's output_dir with its checkpoints, and a checkpoint into which a conversion wrote."""
+    run = tmp_path / 'run'
+    shutil.copytree(model, run)
+    shutil.copytree(model, run / 'checkpoint-5')
+    shutil.copytree(model, run / 'checkpoint-5' / 'hf')
+    (run / 'checkpoint-5' / 'global_step5').mkdir()
+    assert compared(run, model).verdict == IDENTICAL
+    found = compared(run / 'checkpoint-5' / 'hf', run / 'checkpoint-5')
+    assert found.verdict == IDENTICAL and found.count(IDENTICAL) == len(load_file(model / WEIGHTS))
+    held = f"{run}/checkpoint-5 also holds DeepSpeed's global_step5; its Hugging Face files are compared"
+    assert found.notes == [held]
+
+
+@pytest.mark.parametrize('swap', [False, True])
+def test_a_tied_head_is_compared_with_what_is_loaded_there(tmp_path, swap):
+    """Stored or not, by the config of the model that lacks it."""
+    save_model('qwen2', tmp_path / 'tied')
+    assert json.loads((tmp_path / 'tied' / 'config.json').read_text())['tie_word_embeddings']
+    tensors = load_file(tmp_path / 'tied' / WEIGHTS)
+    head = tensors['model.embed_tokens.weight'].clone()
+    for folder, added in (('same', 0.0), ('other', 1.0)):
+        shutil.copytree(tmp_path / 'tied', tmp_path / folder)
+        save_file({**tensors, 'lm_head.weight': head + added}, tmp_path / folder / WEIGHTS)
+    pair = lambda folder: [tmp_path / 'tied', tmp_path / folder][:: -1 if swap else 1]  # noqa: E731
+    found = compared(*pair('same'))
+    assert found.verdict == IDENTICAL and not found.missing and not found.extra
+    assert len(found.tensors) == len(tensors) + 1
+    found = compared(*pair('other'))
+    assert found.verdict == DIFFERENT and found.count(DIFFERENT) == 1
+    edit_json(tmp_path / 'tied' / 'config.json', tie_word_embeddings=False)
+    found = compared(*pair('same'))
+    assert (found.missing if swap else found.extra) == ['lm_head.weight'] and found.verdict == DIFFERENT
+
+
+def test_a_note_for_each_file_that_differs(model, tmp_path):
+    """Those that loaders read: config, tokenizer, adapter settings, code."""
+    shutil.copytree(model, tmp_path / 'b')
+    for name in ('trainer_state.json', 'README.md', 'all_results.json'):
+        (tmp_path / 'b' / name).write_text('{}')
+    edit_json(tmp_path / 'b' / 'config.json', transformers_version='4.0', _name_or_path='elsewhere')
+    assert compared(model, tmp_path / 'b').files == []
+    edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7, hidden_size=None)
+    vocabulary = json.loads((tmp_path / 'b' / 'tokenizer.json').read_text())
+    vocabulary['model']['vocab']['w9'] = 10_000
+    (tmp_path / 'b' / 'tokenizer.json').write_text(json.dumps(vocabulary))
+    (tmp_path / 'b' / 'merges.txt').write_text('a b')
+    (tmp_path / 'b' / 'modeling_x.py').write_text('')
+    for file, rank in (('a', 8), ('b', 16)):
+        folder = model if file == 'a' else tmp_path / 'b'
+        folder = Path(shutil.copytree(folder, tmp_path / f'with_{file}'))
+        settings = {'lora_alpha': rank, 'target_modules': ['q', 'v'][:: 1 if file == 'a' else -1]}
+        (folder / 'adapter_config.json').write_text(json.dumps(settings))
+    found = compared(tmp_path / 'with_a', tmp_path / 'with_b')
+    config = json.loads((model / 'config.json').read_text())
+    assert found.files == [
+        'adapter_config.json differs: lora_alpha (8 and 16)',
+        f'config.json differs: hidden_size ({config["hidden_size"]} and not there), '
+        f'max_position_embeddings ({config["max_position_embeddings"]} and 7)',
+        'merges.txt is only in B',
+        'modeling_x.py is only in B',
+        'tokenizer.json differs: model',
+    ]
+    assert found.verdict == IDENTICAL
+    assert found.lines()[-1].startswith('weights identical, but other files differ: 21 identical, 0 rounding')
+
+
+def test_a_checkpoint_is_compared_with_its_config_and_tokenizer(model, tmp_path):
+    """As xhf-convert would write them."""
+    torch.save(AutoModelForCausalLM.from_pretrained(model).state_dict(), tmp_path / 'weights.pth')
+    found = compared(model, tmp_path / 'weights.pth', base=str(model))
+    assert found.verdict == IDENTICAL and found.files == []
+    shutil.copytree(model, tmp_path / 'b')
+    edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7)
+    (found,) = compared(tmp_path / 'b', tmp_path / 'weights.pth', base=str(model)).files
+    assert found.startswith('config.json differs: max_position_embeddings (7 and ')
+
+
+@pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
+def test_a_folder_shows_how_its_run_was_converted(model, lora, tmp_path):
+    """No option has to be given anew."""
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=2, target_modules=['q_proj']))
+    for name, parameter in tuned.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(parameter)
+    torch.save(tuned.state_dict(), tmp_path / 'weights.pth')
+    tuned.save_pretrained(tmp_path)
+    args = [tmp_path / 'weights.pth', tmp_path / 'out', '--base', model, '--lora', lora]
+    assert convert_main([*map(str, args)]) == 0
+    found = compared(tmp_path / 'out', tmp_path / 'weights.pth', base=str(model))
+    assert found.verdict == IDENTICAL and found.files == []
+
+
+def test_llava_in_the_layout_of_transformers(tmp_path, monkeypatch):
+    """The folder shows its layout."""
+    for name in ('xtuner', 'xtuner.model', 'xtuner.model.modules'):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, 'xtuner.model.modules.projector', projector)  # stands for xtuner's
+    save_bases(tmp_path)
+    llava = TinyLlava(tmp_path, frozen=('visual_encoder',), dtype=torch.bfloat16)
+    state = {name: tensor for name, tensor in llava.state_dict().items() if not name.startswith('visual_encoder.')}
+    cfg = f"""model = dict(
+        type='xtuner.model.LLaVAModel', freeze_llm=False, freeze_visual_encoder=True,
+        llm=dict(type='transformers.AutoModelForCausalLM.from_pretrained',
+                 pretrained_model_name_or_path={str(tmp_path / 'llm')!r}),
+        visual_encoder=dict(type='transformers.CLIPVisionModel.from_pretrained',
+                            pretrained_model_name_or_path={str(tmp_path / 'clip')!r}))"""
+    torch.save({'state_dict': state, 'meta': {'cfg': cfg}}, tmp_path / 'iter_5.pth')
+    for layout in ('huggingface', 'xtuner'):
+        args = [tmp_path / 'iter_5.pth', tmp_path / layout, '--llava-format', layout]
+        assert convert_main([*map(str, args)]) == 0
+        found = compared(tmp_path / layout, tmp_path / 'iter_5.pth')
+        assert found.verdict == IDENTICAL and len(found.tensors) > 20 and found.files == []
 
 
 FLOATS = ('F64', 'F32', 'BF16', 'F16')

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.model_folder import flip, save_model, write_manifest
+from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.integrity.check import FolderCheck
 from xhf_hooks.integrity.checksums import sum_file
@@ -156,6 +157,48 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     'header: longer than the file': (lambda folder: (folder / SHARDS[0]).write_bytes(bytes([127] * 8)), 'headers'),
     'header: of another dtype': (of_another_dtype, 'headers'),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ['config.json', 'generation_config.json', 'tokenizer_config.json'])
+@pytest.mark.parametrize('text', ['[]', 'null'])
+def test_a_config_that_is_no_object(folder, name, text):
+    (folder / MANIFEST).unlink()
+    (folder / name).write_text(text)
+    assert_problem(verify_folder(folder), 'texts', name, 'expected a JSON object')
+
+
+def test_weights_without_their_config(folder):
+    """In the folder itself, in a part of it, and of an adapter; another model below is no part of it."""
+    (folder / MANIFEST).unlink()
+    shutil.copytree(folder, folder / 'accelerate_state')
+    (folder / 'accelerate_state' / 'config.json').unlink()
+    assert verify_folder(folder).is_good
+    shutil.copytree(folder / 'accelerate_state', folder / 'llm')
+    assert_problem(verify_folder(folder), 'texts', 'llm/config.json is missing', f'llm/{SHARDS[0]} cannot be loaded')
+    (folder / 'config.json').unlink()
+    assert_problem(verify_folder(folder), 'texts', f'config.json is missing, without which {SHARDS[0]}')
+    shutil.copy(folder / SHARDS[0], folder / 'adapter_model.safetensors')
+    assert_problem(verify_folder(folder), 'texts', 'adapter_config.json is missing, without which adapter_model')
+
+
+def test_weights_of_a_name_that_nothing_loads(tmp_path):
+    save_file({'a': torch.ones(3)}, tmp_path / 'weights.safetensors')
+    report = verify_folder(tmp_path)
+    said = [finding.text for finding in report.findings if (finding.kind, finding.check) == ('unchecked', 'load')]
+    assert report.is_good
+    assert said == ['no file has a name from which from_pretrained of transformers or peft loads']
+
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'pytorch_model-00001-of-00002.bin', 'adapter_model.bin'])
+def test_bin_files_are_told_apart(tmp_path, name):
+    (tmp_path / name).write_bytes(b'x')
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(CheckpointError) as raised:
+        verify_folder(tmp_path)
+    assert str(raised.value) == (
+        f'{tmp_path}: holds {name}, and only *.safetensors files can be checked; load the model with from_pretrained '
+        f'of its class, and save it with save_pretrained, which writes them'
+    )
 
 
 @pytest.mark.parametrize('case', DAMAGED)

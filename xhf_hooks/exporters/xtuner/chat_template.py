@@ -122,6 +122,8 @@ def tokenizer_for_run(
     template = template_of_config(cfg, may_import=may_import)
     if template is None or tokenizer is None:
         return tokenizer, (), ()
+    if not hasattr(tokenizer, 'eos_token_id'):  # a processor, or files that are copied
+        return tokenizer, (), (f'{type(tokenizer).__name__}: the chat template of training is not written',)
     bos, eos = bos_eos_text(tokenizer)
     wanted = _jinja_template(template, bos, eos)
     stop_ids = {word: _token_id(tokenizer, word) for word in _stop_words(template)}

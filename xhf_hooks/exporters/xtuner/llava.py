@@ -22,7 +22,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter
 from xhf_hooks.exporters.computed import ComputedTensor
-from xhf_hooks.exporters.find_model import adapters_in, base_path, frozen_adapters
+from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
@@ -72,7 +72,7 @@ class LlavaExporter(CompositeExporter):
         if as_one_model and lora == 'adapter':
             raise OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", lora)
         lora = lora or ('merge' if as_one_model else 'adapter')
-        notes = [note for child in adapted.values() for note in frozen_adapters(child)]
+        notes = [note for child in adapted.values() for note in inactive_adapters(child)]
         if as_one_model:
             self.parts = {'': _LlavaHuggingFaceExporter(model)}
         else:
@@ -88,7 +88,7 @@ class LlavaExporter(CompositeExporter):
         if lora != 'merge':
             for name, child in adapted.items():
                 folder = f'{ADAPTER_FOLDER}/{name}_adapter' if lora == 'both' else f'{name}_adapter'
-                self.parts[folder] = AdapterExporter(name, child, alone=lora == 'adapter')
+                self.parts[folder] = AdapterExporter(name, child, only_adapter(child))
         self.tokenizer_folder = next((folder for folder in ('', 'llm_adapter') if folder in self.parts), None)
         if self.tokenizer_folder is None:
             notes.append('the llm and its tokenizer are not written')
@@ -169,7 +169,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
         rows = own[names[0]].shape[0]
         tokenizer = self.base_tokenizer()
-        needed = rows + 2 if tokenizer is None else max(_with_image_token(tokenizer)[1:]) + 1
+        needed = rows + 2 if not hasattr(tokenizer, 'add_tokens') else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
             return rows, own
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
@@ -207,7 +207,9 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         config = self._config
         warnings = []
-        if tokenizer is None:
+        tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
+        if not hasattr(tokenizer, 'add_tokens'):
+            tokenizer = None  # what is copied cannot get it, either
             warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
         else:
             tokenizer, image_id, pad_id = _with_image_token(tokenizer)

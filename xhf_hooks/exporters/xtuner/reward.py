@@ -110,8 +110,8 @@ class RewardExporter(LoraExporter):
     def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
         return _HeadedExporter(model, path, {'': peft_model}, self._reward_token_id)
 
-    def _adapter(self, path: str, peft_model: PeftModel, *, alone: bool) -> Exporter:
-        return _HeadedAdapterExporter(path, peft_model, alone=alone)
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> Exporter:
+        return _HeadedAdapterExporter(path, peft_model, adapter)
 
 
 class _HeadedExporter(HuggingFaceExporter):
@@ -170,8 +170,8 @@ class _HeadedAdapterExporter(AdapterExporter):
     num_labels=1)``; for InternLM2, onto its reward model.
     """
 
-    def __init__(self, path: str, peft_model: PeftModel, *, alone: bool) -> None:
-        super().__init__(path, peft_model, alone=alone)
+    def __init__(self, path: str, peft_model: PeftModel, adapter: str) -> None:
+        super().__init__(path, peft_model, adapter)
         kind = reward_class(self._model)
         self._head, prefix = head_of(kind), kind.base_model_prefix
         self._base_prefix = prefix

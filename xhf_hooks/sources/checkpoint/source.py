@@ -65,6 +65,7 @@ class CheckpointSource:
         self.found = found = find_checkpoint(path)
         self.averages = False
         self.unproven: tuple[str, ...] = ()
+        self.has_unnamed_masters = False  # of stage 0 of DeepSpeed, which does not say whose they are
         self.warnings: list[str] = []
         self.facts: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
         self.facts['checkpoint'] = str(found.path)
@@ -121,6 +122,9 @@ class CheckpointSource:
         require_one_save(models, optims)
         self.unproven = unproven(optims)
         first = models[0]
+        saved = first.content.get('optimizer')
+        if not optims and isinstance(saved, dict):
+            self.has_unnamed_masters = not {'fp32_groups', 'fp32_groups_flat'}.isdisjoint(saved)
         config = first.content.get('ds_config')
         zero = config.get('zero_optimization') if isinstance(config, dict) else None
         # In the config: stage 0 with BF16_Optimizer has the files of stage 1

@@ -13,6 +13,7 @@ freshly initialised one.
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,23 @@ def _names() -> frozenset[str]:
     return frozenset(dir(transformers))
 
 
+def has_head_dim() -> bool:
+    """Tells whether Llama's heads may have any size; before transformers 4.45 hidden_size says it."""
+    from transformers import LlamaConfig
+
+    return 'head_dim' in inspect.signature(LlamaConfig).parameters
+
+
+def fitted(options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config's options, in sizes that the installed code of Llama and its kin accepts."""
+    found = {
+        name: fitted(value) if isinstance(value, dict) else copy.deepcopy(value) for name, value in options.items()
+    }
+    if {'head_dim', 'num_attention_heads'} <= found.keys() and not has_head_dim():
+        found['hidden_size'] = found['head_dim'] * found['num_attention_heads']
+    return found
+
+
 def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedModel:
     """Builds the float32 model of `family`; its weights depend on `seed` only."""
     import torch
@@ -192,7 +210,7 @@ def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedMode
 
     model_class = getattr(transformers, models[family][0])
     # A copy, since some configs edit the dicts that they are given.
-    config = model_class.config_class(**copy.deepcopy(models[family][1]))
+    config = model_class.config_class(**fitted(models[family][1]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

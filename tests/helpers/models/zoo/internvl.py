@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.helpers.models.zoo import NOISE_STD, ODD_DECODER, VISION_TOWER
+from tests.helpers.models.zoo import NOISE_STD, ODD_DECODER, VISION_TOWER, fitted
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +59,8 @@ class TinyInternVLModel(PreTrainedModel):
         config.llm_config._attn_implementation = 'eager'  # XTuner asks for flash_attention_2
         self.vision_model = TinyInternVisionModel(config.vision_config)
         self.language_model = LlamaForCausalLM(config.llm_config)
-        size = config.llm_config.hidden_size
-        self.mlp1 = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size), nn.GELU(), nn.Linear(size, size))
+        seen, size = config.vision_config.hidden_size, config.llm_config.hidden_size
+        self.mlp1 = nn.Sequential(nn.LayerNorm(seen), nn.Linear(seen, size), nn.GELU(), nn.Linear(size, size))
         self.post_init()
 
     def extract_feature(self, pixel_values):
@@ -93,7 +93,7 @@ def make_internvl(folder: Path, dtype: torch.dtype | None = None) -> None:
         'AutoConfig': 'configuration_tiny_internvl.TinyInternVLConfig',
         'AutoModel': 'modeling_tiny_internvl.TinyInternVLModel',
     }
-    llm = {**ODD_DECODER, 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
+    llm = {**fitted(ODD_DECODER), 'architectures': ['InternLM2ForCausalLM']}  # by which XTuner chooses the prompt
     config = {'vision_config': VISION_TOWER, 'llm_config': llm, 'auto_map': auto_map}
     (folder / 'config.json').write_text(json.dumps({**config, 'model_type': 'tiny_internvl'}))
     made = AutoConfig.from_pretrained(folder, trust_remote_code=True)

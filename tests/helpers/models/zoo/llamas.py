@@ -9,7 +9,7 @@ from torch.nn import BatchNorm1d
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.models.zoo import ODD_DECODER, SPECIAL_TOKENS
+from tests.helpers.models.zoo import ODD_DECODER, SPECIAL_TOKENS, fitted
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -41,7 +41,7 @@ def odd_llama(
         batch_norm: Add persistent buffers that training changes.
         base: Folder that the model claims to be loaded from.
     """
-    sizes = {name: value for name, value in ODD_DECODER.items() if name not in SPECIAL_TOKENS}
+    sizes = {name: value for name, value in fitted(ODD_DECODER).items() if name not in SPECIAL_TOKENS}
     torch.manual_seed(0)
     model = (NormedLlama if batch_norm else LlamaForCausalLM)(LlamaConfig(**sizes, tie_word_embeddings=tied))
     model.config._name_or_path = model.name_or_path = base

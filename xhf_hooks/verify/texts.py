@@ -1,0 +1,67 @@
+"""Compares what loaders read besides weights: configs, tokenizers, adapter settings, code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xhf_hooks.errors import DamagedError
+from xhf_hooks.format import strict_json
+from xhf_hooks.format.text import some
+
+#: Keys that say where a model comes from, or which version wrote it; they change nothing that is loaded.
+_OF_ORIGIN = {'_name_or_path', 'name_or_path', '_commit_hash', 'transformers_version', 'peft_version'}
+#: What says again what rope_parameters says, for readers with transformers 4 (compat/older_rope.py).
+_OLDER_ROPE = {'rope_theta', 'rope_scaling'}
+_LONGEST_VALUE = 60  # characters that a note shows
+_ABSENT = object()
+
+
+def differing_texts(a: Mapping[str, Path], b: Mapping[str, Path]) -> list[str]:
+    """A line for each file that differs, or that only one of two models has.
+
+    Args:
+        a: The files of the first model by relative path; see :func:`.loaded_texts`.
+        b: Those of the second one.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    lines = []
+    for name in sorted(a.keys() | b.keys()):
+        if name not in b or name not in a:
+            lines.append(f'{name} is only in {"B" if name in b else "A"}')
+        elif a[name].read_bytes() != b[name].read_bytes():
+            found = _differing_keys(a[name], b[name])
+            if found is None:
+                lines.append(f'{name} differs')
+            elif found:
+                lines.append(f'{name} differs: {some(found)}')
+    return lines
+
+
+def _differing_keys(a: Path, b: Path) -> list[str] | None:
+    """The keys whose values differ, and the values if they are short; None if the files are no JSON objects."""
+    try:
+        one, other = strict_json.read(a), strict_json.read(b)
+    except DamagedError:
+        return None
+    keys = sorted((one.keys() | other.keys()) - _OF_ORIGIN)
+    if 'rope_parameters' in one and 'rope_parameters' in other:
+        keys = [key for key in keys if key not in _OLDER_ROPE]
+    return [_told(key, one, other) for key in keys if _plain(one.get(key, _ABSENT)) != _plain(other.get(key, _ABSENT))]
+
+
+def _plain(value: Any) -> Any:
+    """Lists of names, such as ``target_modules``, in any order; without keys of origin, also in parts of a config."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items() if key not in _OF_ORIGIN}
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return sorted(value)
+    return value
+
+
+def _told(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    values = ['not there' if key not in content else repr(content[key]) for content in (one, other)]
+    return key if max(map(len, values)) > _LONGEST_VALUE else f'{key} ({" and ".join(values)})'
