@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 from xhf_hooks.errors import XhfError
 from xhf_hooks.options import SIZE, parse_size
-from xhf_hooks.system.files import absolute
 from xhf_hooks.system.versions import __version__
 
 
@@ -40,6 +39,8 @@ def folder(text: str) -> Path:
 
 def base_model(text: str) -> str:
     """A folder, as an absolute path, or a name on the Hub."""
+    from xhf_hooks.system.files import absolute  # needs a module that Windows lacks, which is told later
+
     if not text:
         raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')
     path = Path(text).expanduser()

@@ -118,8 +118,9 @@ class Conversion:
         self._widened = sum(spec.master_lost for spec in plan.reads) if options.dtype == 'F32' else 0
         if self._widened and checkpoint.has_unnamed_masters:
             raise CheckpointError(
-                f'{found.path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names (fp32_groups '
-                f'of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. Leave the option out'
+                f'{found.path}: --dtype float32: at stage 0, DeepSpeed saves fp32 master weights without names ('
+                f'fp32_groups of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. '
+                f'Leave the option out'
             )
         of_base = _by_name(match.tensors[name] for name in match.lent)
         self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
