@@ -255,22 +255,26 @@ def _forget_changed(node: ast.AST, names: dict[str, Any]) -> None:
     It changes the names that it stores, and what is in the values of those whose items or attributes it sets or that
     it gives to a function. A block is taken as if all of it ran.
     """
-    stored, changed, extended = set[str](), set[str](), set[str]()
+    stored, changed, touched = set[str](), set[str](), set[int]()
+    is_block = any(isinstance(inner, ast.stmt) for inner in ast.walk(node) if inner is not node)
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
             stored.add(inner.id)
         elif isinstance(inner, (ast.Subscript, ast.Attribute)) and not isinstance(inner.ctx, ast.Load):
-            changed |= _loaded(inner)
+            owner = None if is_block else _value(inner.value, names)  # in a block, names may mean something else
+            if isinstance(owner, (dict, list)):
+                touched.add(id(owner))  # what is in it stays as it is
+            else:
+                changed |= _loaded(inner)
         elif isinstance(inner, ast.AugAssign) and isinstance(inner.target, ast.Name):
-            extended.add(inner.target.id)
+            # custom_hooks += [...] gives the list more items, and those that it has stay as they are
+            touched.add(id(names.get(inner.target.id)))
         elif isinstance(inner, ast.Call) and not _changes_nothing(inner.func, names):
             changed |= _loaded(inner)
     if changed.intersection(_REACH_ALL):
         changed |= names.keys()
     unread = _unread(node, names)
     values = [names[name] for name in changed if name in names]
-    # custom_hooks += [...] gives the list more items, and those that it has stay as they are
-    touched = {id(names[name]) for name in extended if name in names}
     names.update(dict.fromkeys(stored, unread))
     values += [names[name] for name in changed & stored]  # of a loop, for example
     touched |= {number for value in values for number in _parts(value)}

@@ -112,10 +112,11 @@ def test_what_may_have_changed_is_unread(statement):
 
 def test_a_list_that_gets_more_items_changes_none_of_those_it_has():
     """As in each of XTuner's configs, whose hooks hold the tokenizer."""
-    text = 'tokenizer = dict(a=1)\nhooks = [dict(tokenizer=tokenizer)]\nif varlen:\n    hooks += [dict(b=2)]\nalso = hooks\n'
-    read = parse_config(text, 'a.py')
-    assert read['tokenizer'] == {'a': 1}
-    assert isinstance(read['hooks'], Unread) and isinstance(read['also'], Unread)
+    head = 'tokenizer = dict(a=1)\nhooks = [dict(tokenizer=tokenizer)]\n'
+    for change in ('if varlen:\n    hooks += [dict(b=2)]', "hooks[0]['b'] = 2"):
+        read = parse_config(f'{head}{change}\nalso = hooks\n', 'a.py')
+        assert read['tokenizer'] == {'a': 1}
+        assert isinstance(read['hooks'], Unread) and isinstance(read['also'], Unread)
 
 
 def hostile_texts(trace: Path) -> dict[str, str]:
