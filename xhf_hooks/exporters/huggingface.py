@@ -24,7 +24,7 @@ from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
 from xhf_hooks.exporters.lora_merge import merge_adapters
-from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
 from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
 from xhf_hooks.exporters.surroundings import write_what_surrounds
 from xhf_hooks.exporters.weight_conversion import convert_specs
@@ -268,8 +268,14 @@ class HuggingFaceExporter(Exporter):
         key = kind, config.to_dict(), self._arguments
         built_from, reference = _BUILT.get(self._model, (None, None))
         if built_from != key:
-            reference = build_on_meta(kind, config, self._arguments)
-            _BUILT[self._model] = key, reference
+            try:
+                reference = build_on_meta(kind, config, self._arguments)
+                _BUILT[self._model] = key, reference
+            except Exception:
+                if kind.__module__.partition('.')[0] == 'transformers':
+                    raise
+                # Code of others may want more than a config. Loading cannot be tried then, which rehearse() tells
+                reference = copy_on_meta(self._model, config, {name: one.shape for name, one in self._names.items()})
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None and not any(map(_is_of_quantizer, conversions)):
             reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.compat.deepspeed import restore_inherited_init
+from xhf_hooks.model import model_class, without_wrappers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -46,6 +47,57 @@ def build_on_meta(
 
     with without_zero_init():
         return call_on_meta(build)
+
+
+def copy_on_meta(
+    model: PreTrainedModel, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> PreTrainedModel:
+    """A copy on the meta device of the modules that a live model has, for a class that cannot be built.
+
+    Such as one whose ``__init__`` takes more than the config. Tensors are tied as the config says.
+
+    Args:
+        config: That of the copy.
+        shapes: The full shapes of the tensors by name. A rank may hold slices.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module, path: str) -> nn.Module:
+        module = _without_adapter(module)
+        if id(module) in copies:  # at a second place
+            return copies[id(module)]
+        kind = model_class(module)
+        copy_of = copies[id(module)] = kind.__new__(kind)  # copy.copy would call __init__ of an FSDP module
+        vars(copy_of).update(vars(module))
+
+        def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            shape = shapes.get(without_wrappers(f'{path}.{name}'), tensor.shape)
+            return torch.empty(shape, dtype=tensor.dtype, device='meta')
+
+        copy_of._parameters = {
+            name: None if one is None else nn.Parameter(empty(name, one), one.requires_grad)
+            for name, one in module._parameters.items()
+        }
+        copy_of._buffers = {name: None if one is None else empty(name, one) for name, one in module._buffers.items()}
+        copy_of._modules = {
+            name: None if one is None else copied(one, f'{path}.{name}') for name, one in module._modules.items()
+        }
+        return copy_of
+
+    whole = copied(model, '')
+    whole.config = copy.deepcopy(config)
+    whole.tie_weights()
+    return whole
+
+
+def _without_adapter(module: nn.Module) -> nn.Module:
+    """The module that an adapter of peft has wrapped, or is a copy of."""
+    while type(module).__module__.startswith('peft.'):
+        inner = module._modules.get('base_layer') or module._modules.get('original_module')
+        if inner is None:
+            break
+        module = inner
+    return module
 
 
 @contextmanager

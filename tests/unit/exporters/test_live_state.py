@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BertForSequenceClassification
@@ -23,10 +24,12 @@ from tests.unit.exporters.test_exporter import CounterConfig
 from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
+from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 
@@ -232,6 +235,28 @@ class HasTeacher(OfTheScript):
         return {name: tensor for name, tensor in super().state_dict(*args, **options).items() if 'teacher' not in name}
 
 
+class HasWidth(OfTheScript):
+    """Its config does not say all that ``from_pretrained(folder, width=...)`` and ``__init__`` must be given."""
+
+    _tied_weights_keys = {'head.weight': 'embedding.weight'} if converts_weights() else ['head.weight']
+
+    def __init__(self, config: CounterConfig, width: int) -> None:
+        super().__init__(config)
+        self.embedding, self.q_proj = nn.Embedding(6, width), nn.Linear(width, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 6, bias=False)
+        self.register_buffer('mask', torch.ones(width), persistent=False)  # of which a save has nothing
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.q_proj(self.embedding(input_ids))))
+
+
 def test_generators_of_random_numbers_stay_where_they_are(tmp_path):
     model = DrawsNumbers(CounterConfig())
     of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -252,6 +277,29 @@ def test_what_is_saved_is_what_state_dict_lists(kind, tmp_path):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     if kind is HasExtraState:
         assert kind.from_pretrained(tmp_path / 'saved').part.state.tolist() == [7.0, 8.0]
+
+
+@pytest.mark.parametrize('lora', [None, 'merge', 'both'])
+@pytest.mark.parametrize('is_tied', [True, False])
+def test_a_class_that_its_config_alone_does_not_build(is_tied, lora, tmp_path, caplog):
+    caplog.set_level('INFO', 'xhf_hooks')
+    model = HasWidth(CounterConfig(tie_word_embeddings=is_tied), 8)
+    trained = model
+    if lora is not None:
+        trained = get_peft_model(model, LoraConfig(r=2, target_modules=['q_proj'], modules_to_save=['norm']))
+        trained.base_model.model.q_proj.lora_B['default'].weight.data += 0.5
+        trained.base_model.model.norm.modules_to_save['default'].weight.data += 0.5
+    before = {name: (id(tensor), tensor.tolist()) for name, tensor in module_tensors(trained)}
+    save_hf(trained, tmp_path / 'saved', **({} if lora is None else {'lora': lora}))
+    assert {name: (id(tensor), tensor.tolist()) for name, tensor in module_tensors(trained)} == before
+    assert 'could not be tried beforehand: HasWidth: TypeError' in caplog.text and "'width'" in caplog.text
+    expected = model if lora is None else copy.deepcopy(trained).merge_and_unload()
+    expected.save_pretrained(tmp_path / 'expected')
+    found, wanted = (load_file(tmp_path / name / 'model.safetensors') for name in ('saved', 'expected'))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    loaded = HasWidth.from_pretrained(tmp_path / 'saved', width=8)
+    ids = torch.arange(6)[None]
+    assert torch.allclose(loaded(ids), trained(input_ids=ids), atol=1e-6)
 
 
 @pytest.mark.parametrize('change', ['vocab_size', 'id2label'])
