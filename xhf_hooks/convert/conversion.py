@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.compat.peft import edits_base_again
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import CheckpointError, OptionError
@@ -168,7 +169,7 @@ class Conversion:
                 self._options.lora,
             )
         notes = []
-        if edited:
+        if edited and edits_base_again(init):  # else the adapter's exporter warns
             notes.append(
                 f'init_lora_weights={init!r} changed the weights of {bases} before training, and does so again when '
                 f'peft loads the adapter: it needs this base, unchanged'

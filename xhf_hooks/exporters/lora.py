@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from xhf_hooks.compat.peft import edits_base, edits_base_again
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
@@ -184,11 +185,24 @@ class AdapterExporter(Exporter):
         warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self)
         if tokenizer is not None:
             warnings += write_tokenizer(folder, tokenizer, self.base_dir)
+        warnings += _warn_of_edited_base(config)
         if not config.base_model_name_or_path:
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
             )
         return warnings
+
+
+def _warn_of_edited_base(config: PeftConfig) -> list[str]:
+    """A warning if the adapter belongs to a base that was changed when it was made, and that nobody can make again."""
+    init = getattr(config, 'init_lora_weights', None)  # other tuners have none
+    if not edits_base(init) or edits_base_again(init):
+        return []
+    return [
+        f'init_lora_weights={init!r} changed the weights of {config.base_model_name_or_path} before training, and peft '
+        f"does not change them so again: loaded onto it, this adapter is another model. Set lora to 'merge', or save "
+        f"with peft's path_initial_model_for_weight_conversion, which makes it a LoRA of the unchanged base"
+    ]
 
 
 def _computed_by_peft(kind: str, what: str) -> ModelError:

@@ -66,8 +66,8 @@ def copy_on_meta(
         module = _without_adapter(module)
         if id(module) in copies:  # at a second place
             return copies[id(module)]
-        kind = model_class(module)
-        copy_of = copies[id(module)] = kind.__new__(kind)  # copy.copy would call __init__ of an FSDP module
+        copy_of: nn.Module = object.__new__(model_class(module))  # copy.copy would call __init__ of an FSDP module
+        copies[id(module)] = copy_of
         vars(copy_of).update(vars(module))
 
         def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
-import torch
 from torch import nn
 
+from xhf_hooks.compat.peft import edits_base
 from xhf_hooks.exporters.find_model import adapters_in, adapters_in_use
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.meta_model.run_config import RunConfig
@@ -26,25 +25,9 @@ def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
     for path, peft_model in adapters_in(module).items():
         configs = (peft_model.peft_config[name] for name in adapters_in_use(peft_model))
         inits = [getattr(config, 'init_lora_weights', None) for config in configs]  # other tuners have none
-        for init in filter(_edits_base, inits):
+        for init in filter(edits_base, inits):
             names = (f'{path}.{name}'.removeprefix('.') for name, _ in peft_model.named_parameters())
             yield from ((name, str(init)) for name in names if '.base_layer.' in name)
-
-
-def _edits_base(init: Any) -> bool:
-    """Whether peft edits the base of an adapter with this ``init_lora_weights``: asked of the installed version."""
-    if init is None or isinstance(init, bool):
-        return False
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng(devices=[]):
-        layer = nn.Linear(8, 8, bias=False)
-        before = layer.weight.detach().clone()
-        try:
-            get_peft_model(nn.Sequential(layer), LoraConfig(r=2, target_modules=['0'], init_lora_weights=init))
-        except Exception:  # it needs data or packages, to fit the adapter to the base
-            return True
-    return not torch.equal(layer.weight, before)
 
 
 def dtype_of_frozen(config: RunConfig | None, stored: Mapping[str, StoredTensor], held: Collection[str]) -> str | None:

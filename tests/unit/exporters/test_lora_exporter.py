@@ -7,6 +7,7 @@ import copy
 import json
 import operator
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.internvl import CODE, load_internvl
 from tests.helpers.runs.engines import save_folder
+from xhf_hooks import save_hf
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExporter, exporter_for
 
@@ -188,6 +190,47 @@ def test_no_adapter_or_none_that_is_trained():
         assert "trainable adapters that are not active, and its outputs do not depend on them: ['other']" in refusal(
             two, lora
         )
+
+
+#: Inits that the installed peft has.
+INITS = ['pissa', 'olora', 'gaussian', 'pissa_niter_2', *(['lora_ga'] if find_spec('peft.tuners.lora.loraga') else [])]
+
+
+@pytest.mark.parametrize('init', INITS)
+def test_a_base_that_the_init_has_changed_and_peft_cannot_change_again(init, tmp_path, caplog):
+    """Loaded onto the base, an adapter is what was trained, or a warning says that it is not."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    build('llama').save_pretrained(tmp_path / 'base')
+    model, options = AutoModelForCausalLM.from_pretrained(tmp_path / 'base'), {}
+    if init == 'lora_ga':
+        from peft.tuners.lora import loraga
+        from peft.tuners.lora.config import LoraGAConfig
+
+        options = dict(lora_ga_config=LoraGAConfig())
+        config = LoraConfig(target_modules=['q_proj'], init_lora_weights=init, **options)
+        ids = torch.arange(4, 36).view(2, 16)
+        loraga.preprocess_loraga(model, config, lambda: model(input_ids=ids, labels=ids).loss.backward())
+    trained = get_peft_model(model, LoraConfig(target_modules=['q_proj'], init_lora_weights=init, **options))
+    save_hf(trained, tmp_path / 'adapter', lora='adapter')
+    told = [line for line in caplog.messages if 'changed the weights of' in line]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    ids = torch.arange(4, 36).view(2, 16)
+    loaded = PeftModel.from_pretrained(base, tmp_path / 'adapter')
+    with torch.no_grad():
+        found, expected = (one(input_ids=ids).logits for one in (loaded, trained))
+    if init in ('pissa', 'olora', 'gaussian'):
+        assert not told and torch.allclose(found, expected, atol=1e-6)
+        return
+    assert not torch.allclose(found, expected, atol=1e-6)
+    (line,) = told
+    assert f'init_lora_weights={init!r} changed the weights of {tmp_path / "base"} before training' in line
+    caplog.clear()
+    save_hf(trained, tmp_path / 'merged', lora='merge')
+    assert not [line for line in caplog.messages if 'changed the weights of' in line]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / 'merged')(input_ids=ids).logits
+    assert torch.allclose(merged, expected, atol=1e-6)
 
 
 # Adapters of other kinds
