@@ -25,10 +25,12 @@ from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.system.versions import require_packages
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
+CarryBase = Literal['all']
 LlavaFormat = Literal['xtuner', 'huggingface']
 LoraMode = Literal['adapter', 'merge', 'both']
 VerifyLevel = Literal['sizes', 'full']
 WriterName = Literal['auto', 'positional', 'parallel', 'stream', 'gather']
+CARRY_BASE = get_args(CarryBase)
 LLAVA_FORMATS = get_args(LlavaFormat)
 LORA_MODES = get_args(LoraMode)
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
@@ -346,6 +348,19 @@ class SaveOptions(_Options):
             "时保持 fp32 的张量除外）；'base'（每个张量与基座模型 safetensors 文件中的相同，基座没有的张量用"
             '其多数元素的 dtype，adapter 与训练时相同）。写成 fp32 的张量在有主权重时来自主权重。None：训练的'
             ' dtype。'
+        ),
+    )
+    carry_base: CarryBase | None = _option(
+        None,
+        "'all': tensors that the base model's safetensors files have and the trained class does not load (layers for "
+        'multi-token prediction of DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo) are copied into each complete model, byte '
+        'for byte, as they were before training. Every rank must be able to read the files, during each save. None: a '
+        'warning names them.',
+        _one_of(*CARRY_BASE),
+        zh=(
+            "'all'：基座模型的 safetensors 文件中有、而训练的类不加载的张量（DeepSeek-V3、GLM-4.5、Qwen3-Next、"
+            'MiMo 的多 token 预测层）逐字节复制到每个完整的模型中，与训练之前相同。每次保存时，每个 rank 都必须'
+            '能读取这些文件。None：在警告中列出它们。'
         ),
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size, zh='与 ``save_pretrained`` 相同。')

@@ -25,6 +25,7 @@ BAD = {
     'module': ['', 5, ['llm']],
     'lora': ['', 'merged', True, ['merge']],
     'llava_format': ['', 'official', 'xtuner_complete', True, ['xtuner']],
+    'carry_base': ['', 'mtp', True, ['all']],
     'tokenizer': ['', 5, {}, {'path': 'folder'}, ['folder']],
     'dtype': ['', 'float8', 'bf16', 'int8', torch.int64, 16, 'F32'],
     'max_shard_size': [0, -1, 1.5, '', 'GB', '5XB', '-5GB', None, True],

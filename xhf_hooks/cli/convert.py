@@ -16,7 +16,7 @@ from xhf_hooks.cli.output import CommandParser, base_model, complain, count, exp
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.options import DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
+from xhf_hooks.options import CARRY_BASE, DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
 from xhf_hooks.system.threads import count_usable_cores
 from xhf_hooks.system.versions import require_packages
 
@@ -76,6 +76,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add('--no-ema', action='store_false', dest='ema', help='for a run with EMAHook: not the averaged weights')
     add('--lora', choices=LORA_MODES, help="of a LoRA run; default: usually 'adapter'")
+    add(
+        '--carry-base',
+        choices=CARRY_BASE,
+        help='all: also copy what the base has and the class does not load',
+    )
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what would be written; write nothing')

@@ -70,6 +70,7 @@ class ConvertOptions:
     workers: int = 1
     verify: bool = False
     trust_remote_code: bool = False
+    carry_base: str | None = None
 
 
 class Conversion:
@@ -107,6 +108,7 @@ class Conversion:
         self._exporter = exporter_for(
             module,
             options.module,
+            options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
             reward_token_id=_reward_token_id(module, self._config),

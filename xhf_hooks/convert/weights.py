@@ -13,7 +13,8 @@ import torch
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.planning.types import Group, Placement
+from xhf_hooks.planning.types import CopiedTensor, Group, Placement
+from xhf_hooks.sources.copied import chunks_of
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads
@@ -90,6 +91,11 @@ def _jobs(
                 written.append(write(placement, 0, host_bytes(made)))
         return written
 
+    def write_copy(copied: CopiedTensor) -> list[_Written]:
+        return [write(copied.placement, chunk.start, chunk.data) for chunk in chunks_of(copied)]
+
+    for copied in outputs.plan.copied:
+        yield partial(write_copy, copied)
     for group in outputs.plan.gathered:
         yield partial(write_group, group)
     for group in outputs.plan.sliced:

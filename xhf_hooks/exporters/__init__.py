@@ -27,11 +27,12 @@ __all__ = [
 ]
 
 
-def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Exporter:
+def exporter_for(model: nn.Module, module: str | None, carry_base: str | None = None, **options: Any) -> Exporter:
     """The exporter of a trained model: the last registered one that accepts it.
 
     Args:
         module: The option ``module``; None: the exporter finds the model to export.
+        carry_base: The option ``carry_base``. Only complete models of transformers have what it copies.
         **options: Options for some kinds of models, such as ``lora``; None if not given.
 
     Raises:
@@ -56,6 +57,7 @@ def exporter_for(model: nn.Module, module: str | None, **options: Any) -> Export
     exporter = chosen(model, module, **given)
     exporter.tokenizer_of_model = _tokenizer_of(model)
     exporter.whole = model
+    exporter.carry_base = carry_base
     return exporter
 
 

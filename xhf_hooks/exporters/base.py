@@ -27,6 +27,7 @@ class Exporter(ABC):
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
         left_out_trained: Those of them that training changes, as of the last :meth:`look_for_left_out`.
+        carry_base: The option. Set by ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         whole: The trained model, which may have more around what is exported. Set by ``exporter_for``.
         notes: Messages for the log.
@@ -40,6 +41,7 @@ class Exporter(ABC):
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
     left_out_trained: tuple[str, ...] = ()
+    carry_base: str | None = None
     tokenizer_of_model: Any | None = None
     whole: nn.Module | None = None
     notes: tuple[str, ...] = ()
@@ -146,6 +148,7 @@ class CompositeExporter(Exporter):
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         entries = []
         for folder, part in self.parts.items():
+            part.carry_base = self.carry_base
             for entry in part.entries(specs, dtype):
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
         self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())

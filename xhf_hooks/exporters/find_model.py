@@ -72,6 +72,25 @@ def quantization_of(model: PreTrainedModel) -> str | None:
     return None if found is None else str(getattr(found, 'value', found))
 
 
+def require_not_quantized(model: PreTrainedModel) -> None:
+    """Refuse a model that is quantized, or has a quantized part.
+
+    Raises:
+        ModelError: It names the part.
+    """
+    from transformers import PreTrainedModel
+
+    for path, part in model.named_modules():
+        quantized = quantization_of(part) if isinstance(part, PreTrainedModel) else None
+        if quantized is not None:
+            where = f'{path} of ' if path else ''
+            raise ModelError(
+                f'{where}{type(model).__name__} is quantized ({quantized}), and such weights can neither be exported '
+                f"nor merged with an adapter without loss. To save the adapter alone, set lora to 'adapter' and, for "
+                f"LLaVA, llava_format to 'xtuner'; for InternVL, set quantization_llm and quantization_vit to False"
+            )
+
+
 def find_adapter(model: nn.Module, module: str | None) -> tuple[str, PeftModel]:
     """The path and the PeftModel around the model that find_pretrained chooses.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
     base_file,
-    base_folder,
     base_json,
     is_remote_code,
     read_base_code,
@@ -30,9 +28,7 @@ from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.surroundings import WEIGHTS, read_files
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.index import weight_files
-from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.format.text import counted, error_text, some
+from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import quiet
 
@@ -46,10 +42,6 @@ _ROWS_MULTIPLE = 8
 _COMPANIONS = ('modules.json', 'config_sentence_transformers.json', 'sentence_bert_config.json', 'spk_dict.pt')
 #: Fields of config.json that save_pretrained itself sets.
 _OF_EACH_SAVE = ('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'auto_map', '_name_or_path')
-#: Fields that count layers for multi-token prediction, such as num_nextn_predict_layers (DeepSeek, GLM, MiMo) and
-#: mtp_num_hidden_layers (Qwen3.5), and their tensors. Some have the names of another layer of the model.
-_MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
-_MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
 def exported_config(
@@ -349,47 +341,4 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
         f'the tokenizer has {n_tokens} tokens, but the embeddings were resized from {of_base} to {embedding_rows} '
         f'rows: if tokens were added for training, they are not in it; give one that has them (the option '
         f'tokenizer; in xhf-convert, beside the checkpoint or in --base)'
-    ]
-
-
-def missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
-    """A warning if the base announces layers for multi-token prediction, but no tensor has such a name."""
-    base = base_json(base_dir, 'config.json')
-    fields = {**base, **base.get('text_config', {})}
-    announced = [name for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int and value]
-    layer = f'.layers.{fields.get("num_hidden_layers")}.'
-    if not announced or any(_MTP_TENSOR.search(name) or layer in f'.{name}' for name in names):
-        return []
-    name, value = announced[0], fields[announced[0]]
-    return [
-        f'config.json has {name}={value}, but the class of the trained model has no layers for multi-token prediction, '
-        f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0'
-    ]
-
-
-def missing_modules(names: Iterable[str], reference: PreTrainedModel, base_dir: str) -> list[str]:
-    """A warning that names tensors of the base in modules that its class in transformers does not have.
-
-    Such as layers for multi-token prediction, whether or not a field of config.json announces them.
-
-    Args:
-        names: Those that are written.
-        reference: The model that ``from_pretrained`` will build.
-    """
-    folder, kind = base_folder(base_dir), type(reference).__name__
-    if folder is None or kind not in (base_json(base_dir, 'config.json').get('architectures') or ()):
-        return []
-    in_base = [entry.name for path in weight_files(folder) if path.is_file() for entry in read_header(path).entries]
-    written = set(names)
-    if written.isdisjoint(in_base):  # the base has them in another format
-        return []
-    prefix = f'{reference.base_model_prefix}.'
-    modules = {name for name, _ in reference.named_modules(remove_duplicate=False)}
-    known = modules | {f'{prefix}{name}' for name in modules} | {name.removeprefix(prefix) for name in modules}
-    missing = [name for name in in_base if name not in written and name.rpartition('.')[0] not in known]
-    if not missing:
-        return []
-    return [
-        f'{counted(len(missing), "tensor")} of the base model {base_dir!r} are not in the save, since {kind} of '
-        f'transformers has no modules for them: {some(missing)}; readers that use them must take them from the base'
     ]

@@ -20,9 +20,10 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
+from xhf_hooks.exporters.base_tensors import entries_without_modules, require_base_files, warn_of_missing
 from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
-from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, quantization_of
+from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
 from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
@@ -78,6 +79,7 @@ class HuggingFaceExporter(Exporter):
         self._names: dict[str, TensorSpec] = {}  # in the model that from_pretrained will build
         self._not_written: set[str] = set()  # of these names
         self._hf_names: list[str] = []  # those that are written
+        self._copied: set[str] = set()  # those of them that are copied from the base
         self._missing: list[str] | None = None  # a warning about what the base has, and they lack
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
@@ -85,7 +87,7 @@ class HuggingFaceExporter(Exporter):
         self._arguments: dict[str, Any] = {}  # of the class, beside its config
         self._without_arguments: Problems = {}  # what they change
         self._planned_config: dict[str, Any] = {}  # that of the live model, when entries() was called
-        _require_not_quantized(self._model)
+        require_not_quantized(self._model)
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -121,9 +123,14 @@ class HuggingFaceExporter(Exporter):
         elif dtype is not None:
             entries = self._cast(entries, dtype)
         entries = with_computed(entries, self._computed)
-        self._hf_names, self._missing = [entry.hf_name for entry in entries], None
+        self._hf_names, self._copied, self._missing = [entry.hf_name for entry in entries], set(), None
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
+        if self.carry_base is not None:
+            require_base_files(self.base_dir)
+            copied = entries_without_modules(self._hf_names, self._reference, self.base_dir)
+            self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
+            self._hf_names = [entry.hf_name for entry in entries]
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -154,6 +161,7 @@ class HuggingFaceExporter(Exporter):
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         config, kind = self._config, self._class_that_loads()
+        placements = [one for one in placements if one.hf_name not in self._copied]  # which the class does not load
         done = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
         rehearsed = _REHEARSED.setdefault(self._model, {})
         if rehearsed.get(type(self)) == done:
@@ -202,8 +210,7 @@ class HuggingFaceExporter(Exporter):
         warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
         warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
         if self._missing is None:  # reading the headers of a large base takes a second
-            missing = hf_assets.missing_mtp_layers(self._names, self.base_dir)
-            self._missing = missing or hf_assets.missing_modules(self._hf_names, self._reference, self.base_dir)
+            self._missing = warn_of_missing([*self._names], self._hf_names, self._reference, self.base_dir)
         return warnings + self._missing
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -363,20 +370,6 @@ def _writes_n_parameters() -> bool:
     from transformers import PreTrainedModel
 
     return 'total_parameters' in inspect.getsource(PreTrainedModel.save_pretrained)
-
-
-def _require_not_quantized(model: PreTrainedModel) -> None:
-    from transformers import PreTrainedModel
-
-    for path, part in model.named_modules():
-        quantized = quantization_of(part) if isinstance(part, PreTrainedModel) else None
-        if quantized is not None:
-            where = f'{path} of ' if path else ''
-            raise ModelError(
-                f'{where}{type(model).__name__} is quantized ({quantized}), and such weights can neither be exported '
-                f"nor merged with an adapter without loss. To save the adapter alone, set lora to 'adapter' and, for "
-                f"LLaVA, llava_format to 'xtuner'; for InternVL, set quantization_llm and quantization_vit to False"
-            )
 
 
 def _is_of_quantizer(conversion: Any) -> bool:

@@ -86,7 +86,7 @@ def copy_on_meta(
 
     whole = copied(model, '')
     whole.config = copy.deepcopy(config)
-    whole.tie_weights()
+    type(whole).tie_weights(whole)
     return whole
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
-from xhf_hooks.options import CallOptions, LlavaFormat, LoraMode, VerifyLevel, WriterName, explains, folder
+from xhf_hooks.options import CallOptions, CarryBase, LlavaFormat, LoraMode, VerifyLevel, WriterName, explains, folder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog
@@ -27,6 +27,7 @@ def save_hf(
     lora: LoraMode | None = None,
     llava_format: LlavaFormat | None = None,
     dtype: str | None = None,
+    carry_base: CarryBase | None = None,
     max_shard_size: int | str = '5GB',
     bucket_size: int | str = '128MB',
     writer: WriterName = 'auto',
@@ -60,6 +61,7 @@ def save_hf(
         lora=lora,
         llava_format=llava_format,
         dtype=dtype,
+        carry_base=carry_base,
         max_shard_size=max_shard_size,
         bucket_size=bucket_size,
         writer=writer,

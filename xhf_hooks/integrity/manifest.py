@@ -50,6 +50,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, fina
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
+    copied = {(one.placement.file, one.placement.hf_name) for one in plan.copied}
     inside: dict[str, list[WrittenTensor]] = defaultdict(list)
     for tensor in sorted(tensors, key=lambda tensor: tensor.placement.offset):
         inside[tensor.placement.file].append(tensor)
@@ -65,6 +66,8 @@ def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[
                 'crc32': to_hex(tensor.crc32),
                 'non_finite': tensor.non_finite,
             }
+            if (file.name, placement.hf_name) in copied:
+                tensors_in_file[placement.hf_name]['copied_from_base'] = True
         described[file.name] = {'nbytes': file.nbytes, 'crc32': to_hex(crc), 'tensors': tensors_in_file}
     return described
 
@@ -81,10 +84,15 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor as it was in memory before the write."""
+    """A tensor as it was in memory before the write.
+
+    Attributes:
+        copied_from_base: Whether it was not the model's, but copied from the base, since the class does not load it.
+    """
 
     crc32: int
     non_finite: int
+    copied_from_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,9 @@ def _file(name: str, found: Any) -> FileRecord:
     tensors = {}
     if name.endswith('.safetensors'):
         for tensor, known in found['tensors'].items():
-            tensors[tensor] = TensorRecord(from_hex(known['crc32']), _count(known['non_finite']))
+            tensors[tensor] = TensorRecord(
+                from_hex(known['crc32']), _count(known['non_finite']), known.get('copied_from_base') is True
+            )
     return FileRecord(_count(found['nbytes']), from_hex(found['crc32']), tensors)
 
 

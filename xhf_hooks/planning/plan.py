@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xhf_hooks.planning.rounds import Round
-from xhf_hooks.planning.types import Bucket, Group, Placement, Step, TensorSpec, WrittenTensor
+from xhf_hooks.planning.types import Bucket, CopiedTensor, Group, Placement, Step, TensorSpec, WrittenTensor
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class SavePlan:
         sliced: Groups of which every rank writes its own slice.
         rounds: Portions that ranks send to their owners.
         buckets: Groups that must be gathered.
+        copied: Tensors that are copied from the base model's files.
         indexes: Content of each index file (``model.safetensors.index.json``); a single file has none.
         digest: Hash of all the above. A save starts only if it is equal on all ranks.
     """
@@ -35,6 +36,7 @@ class SavePlan:
     sliced: tuple[Group, ...]
     rounds: tuple[Round, ...]
     buckets: tuple[Bucket, ...]
+    copied: tuple[CopiedTensor, ...]
     indexes: dict[str, dict[str, Any]]
     digest: str
 
@@ -54,7 +56,7 @@ class SavePlan:
     def placements(self) -> list[Placement]:
         sent = (portion.placement for at_once in self.rounds for portion in at_once.portions if portion.number == 0)
         in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
-        return [*sent, *in_groups]
+        return [*sent, *in_groups, *(one.placement for one in self.copied)]
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.plan import PlannedFile, SavePlan
 from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
 from xhf_hooks.planning.spread import Spread
-from xhf_hooks.planning.types import Bucket, ExportEntry, FileSet, Group, Placement, TensorSpec
+from xhf_hooks.planning.types import Bucket, CopiedTensor, ExportEntry, FileSet, Group, Placement, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
@@ -60,12 +60,15 @@ def make_plan(
     spec_of = {spec.name: spec for spec in specs}
     files: list[PlannedFile] = []
     groups: list[Group] = []
+    to_copy: list[CopiedTensor] = []
     indexes: dict[str, dict[str, Any]] = {}
     for file_set, entry_of in _by_file_set(entries, spec_of).items():
         total = n_parameters.get(file_set.folder) if isinstance(n_parameters, Mapping) else n_parameters
         set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, total)
         files += set_files
-        groups += _group(placements, entry_of, spec_of)
+        groups += _group([one for one in placements if not entry_of[one.hf_name].copied_from], entry_of, spec_of)
+        sources = ((one, entry_of[one.hf_name].copied_from) for one in placements)
+        to_copy += [CopiedTensor(placement, source) for placement, source in sources if source is not None]
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
     written: list[Group] = []
@@ -82,15 +85,16 @@ def make_plan(
         else:
             whole.append(group)
     n_writers = world_size if strategy.all_ranks_write else 1
-    owner_of = _choose_owners([*sent, *whole], files, n_writers, share_files=strategy.in_place)
+    to_own = [*sent, *whole, *(Group((), (one.placement,), None) for one in to_copy)]
+    owner_of = _choose_owners(to_own, files, n_writers, share_files=strategy.in_place)
+    copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_copies:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
     buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
-    plan = SavePlan(
-        tuple(files), tuple(written), fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets)), indexes, ''
-    )
+    rounds, gathered = fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets))
+    plan = SavePlan(tuple(files), tuple(written), rounds, gathered, tuple(copied), indexes, '')
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
 
 
@@ -231,5 +235,6 @@ def describe_plan(plan: SavePlan) -> list[str]:
         records += ['round', *at_once.portions]
     for bucket in plan.buckets:
         records += ['bucket', *bucket.groups]
+    records += plan.copied
     records += [(name, index['metadata']) for name, index in plan.indexes.items()]
     return [str(record) for record in records]

@@ -78,6 +78,17 @@ class SharedStorage:
 
 
 @dataclass(frozen=True)
+class StoredBytes:
+    """Where the bytes of a tensor are stored: ``start`` is their offset in the safetensors file at ``path``.
+
+    Ranks on different hosts may have the same file at different paths.
+    """
+
+    path: str = field(repr=False, compare=False)
+    start: int
+
+
+@dataclass(frozen=True)
 class ExportEntry:
     """An output tensor: its name and shape in the folder, and the source tensors it is made from.
 
@@ -88,6 +99,8 @@ class ExportEntry:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
             source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
         storage: Outputs with the same one go into one file, as in ``save_pretrained``; None if there are no others.
+        copied_from: Bytes of the base model's files that are copied as they are; then ``reads`` is empty. None if the
+            entry is made of source tensors.
     """
 
     hf_name: str
@@ -98,6 +111,7 @@ class ExportEntry:
     file_set: FileSet = FileSet()
     source_offset: int | None = None
     storage: SharedStorage | None = field(default=None, compare=False)
+    copied_from: StoredBytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +147,14 @@ class Placement:
         """Its elements in the group's only source tensor, if they are consecutive there."""
         first = self.source_offset or 0
         return range(first, first + math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class CopiedTensor:
+    """An output tensor that its owner copies from a file of the base model, without other ranks."""
+
+    placement: Placement
+    source: StoredBytes
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def plan_saves(
         exporter = exporter_for(
             unwrapped.model,
             options.module,
+            options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
             reward_token_id=unwrapped.reward_token_id,

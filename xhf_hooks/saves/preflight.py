@@ -80,6 +80,9 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
     if gathered and saver.strategy.reads_slices and saver.collective.world_size > 1:
         log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
+    if plan.copied:
+        copied = [one.placement.hf_name for one in plan.copied]
+        log.info(f'copied from the base model: {counted(len(copied), "tensor")} ({some(copied)})')
     left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -24,6 +25,7 @@ from xhf_hooks.errors import TensorError
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.copied import copied_chunks
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
 from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent
 
@@ -167,6 +169,13 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
     with torch.no_grad():
         yield from SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()
         yield from unsent(plan, source, collective, in_host_memory)
+    yield from _copied(plan, collective)
+
+
+def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, None]:
+    """What this rank copies from the base model, unless a rank has failed that it knows of."""
+    with collective.remembering('read'):
+        yield from takewhile(lambda _: not collective.is_failing, copied_chunks(plan, collective.rank))
 
 
 class Snapshot:
@@ -200,8 +209,9 @@ class Snapshot:
         """Yield what this rank writes, as :func:`live_chunks` does."""
         with collective.remembering('read'):
             yield from self._chunks
-        yield from SliceSender(self._plan, self._copied, collective).chunks()
+        yield from SliceSender(self._plan, self._held, collective).chunks()
+        yield from _copied(self._plan, collective)
 
-    def _copied(self, number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
+    def _held(self, number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
         for chunk in self._slices.get((number, owner), []):
             yield to_host(chunk.placement, torch.frombuffer(chunk.data, dtype=torch.uint8), chunk.start)

@@ -89,11 +89,20 @@ def tied_names_in(folder: Path) -> list[set[str]]:
 
 
 def _entries_of(report: FolderCheck, files: list[str]) -> list[ExportEntry]:
-    """The tensors in these files, as an exporter plans them."""
+    """The tensors in these files that the class loads, as an exporter plans them."""
+    recorded = {} if report.manifest is None else report.manifest.files
+    copied = {
+        (file, name)
+        for file in files
+        if file in recorded
+        for name, tensor in recorded[file].tensors.items()
+        if tensor.copied_from_base
+    }
     return [
         ExportEntry(entry.name, entry.shape, entry.dtype, (entry.name,))
         for file in files
         for entry in report.headers[file].entries
+        if (file, entry.name) not in copied
     ]
 
 

@@ -22,6 +22,7 @@ from xhf_hooks.integrity.manifest import read_commit
 from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource
+from xhf_hooks.sources.copied import read_stored
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 from xhf_hooks.verify.layout import loaded_texts, model_files, shown_lora
 from xhf_hooks.verify.load import tied_names_in
@@ -119,7 +120,8 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema = not _is_live(folder)
     checkpoint = CheckpointSource(path, ema=ema)
-    options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None)
+    carry_base = 'all' if _has_copies_of_base(folder) else None
+    options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None, carry_base=carry_base)
     conversion = Conversion(checkpoint, options)
     if shown := conversion.options_shown_by(_shown_options(folder)):
         lora, layout = shown.get('lora', options.lora), shown.get('llava_format', options.llava_format)
@@ -129,11 +131,8 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     outputs = conversion.outputs
     groups = [*outputs.plan.sliced, *outputs.plan.gathered]
-    placements: dict[str, tuple[int, Placement]] = {}
-    for number, group in enumerate(groups):
-        for placement in group.placements:
-            inside = placement.file.rpartition('/')[0]
-            placements[f'{inside}/{placement.hf_name}' if inside else placement.hf_name] = number, placement
+    copied = {_name_of(one.placement): one for one in outputs.plan.copied}
+    placements = {_name_of(one): (number, one) for number, group in enumerate(groups) for one in group.placements}
     making = threading.Lock()
 
     @lru_cache(maxsize=2)  # while one is compared, threads begin with the next
@@ -141,6 +140,10 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
         return {placement.hf_name: made.reshape(-1) for placement, made in outputs.make(groups[number])}
 
     def read(name: str, first: int, count: int) -> torch.Tensor:
+        if name in copied:
+            dtype = TORCH_DTYPES[copied[name].placement.dtype]
+            data = read_stored(copied[name], first * dtype.itemsize, count * dtype.itemsize)
+            return torch.frombuffer(data, dtype=dtype)
         number, placement = placements[name]
         if not groups[number].is_contiguous:
             with making:
@@ -149,7 +152,9 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
         outputs.read_into(groups[number], placement, first, out)
         return out
 
-    tensors = {name: TensorSpec(name, placement.shape, placement.dtype) for name, (_, placement) in placements.items()}
+    planned = {name: placement for name, (_, placement) in placements.items()}
+    planned |= {name: one.placement for name, one in copied.items()}
+    tensors = {name: TensorSpec(name, placement.shape, placement.dtype) for name, placement in planned.items()}
     beside = None
     try:
         conversion.write_assets(scratch)
@@ -159,6 +164,19 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
     label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
     return Model(label, tensors, read, notes, is_made=True, folder=beside)
+
+
+def _name_of(placement: Placement) -> str:
+    """A tensor's name in the whole folder."""
+    inside = placement.file.rpartition('/')[0]
+    return f'{inside}/{placement.hf_name}' if inside else placement.hf_name
+
+
+def _has_copies_of_base(folder: Path) -> bool:
+    """Whether its manifest says that tensors were copied from the base model."""
+    manifest = read_commit(folder) if folder.is_dir() else None
+    records = () if manifest is None else manifest.files.values()
+    return any(tensor.copied_from_base for record in records for tensor in record.tensors.values())
 
 
 def _shown_options(folder: Path) -> dict[str, str]:

@@ -1,0 +1,125 @@
+"""Tensors of the base that the trained class does not load go into saves and conversions, byte for byte."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.zoo import build
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.engines import make_manager, save_folder, train_one_step, zero_engine
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks import save_hf
+from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.errors import XhfError
+
+#: As of DeepSeek-V3, whose extra layer is in 8 bits with scales, and of MiMo.
+CARRIED = {
+    'model.layers.61.mlp.weight': torch.linspace(-2, 2, 48).view(6, 8).to(torch.float8_e4m3fn),
+    'model.layers.61.mlp.weight_scale_inv': torch.tensor([[0.125]]),
+    'model.mtp_layers.0.proj.weight': torch.randn(1500, 1500, generator=torch.Generator().manual_seed(7)),
+    'model.mtp_layers.0.norm.weight': torch.linspace(0, 1, 7).bfloat16(),
+    'model.mtp_layers.0.empty': torch.empty(0, 3),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    'positional': dict(writer='positional'),
+    'positional_in_background': dict(writer='positional', in_background=True),
+    'parallel': dict(writer='parallel'),
+    'stream_in_background': dict(writer='stream', in_background=True),
+    'gather': dict(writer='gather'),
+}
+IN_SHARDS = {f'{way}_in_shards': {**how, 'max_shard_size': 20_000} for way, how in WAYS.items()}
+
+
+def make_base(folder: Path) -> None:
+    model = build('llama').bfloat16()
+    model.save_pretrained(folder, max_shard_size=30_000)
+    save_file(CARRIED, folder / 'mtp.safetensors', {'format': 'pt'})
+    path = folder / 'model.safetensors.index.json'
+    index = json.loads(path.read_text())
+    index['weight_map'].update(dict.fromkeys(CARRIED, 'mtp.safetensors'))
+    path.write_text(json.dumps(index))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def save_all(root: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(root / 'base', torch_dtype=torch.bfloat16)
+    engine = zero_engine(model, stage=3)
+    train_one_step(engine)
+    save_folder(engine.module, root / 'without')
+    for way, how in {**WAYS, **IN_SHARDS}.items():
+        save_folder(engine.module, root / way, carry_base='all', verify='full', **how)
+    engine.save_checkpoint(str(root / 'checkpoint'))
+    engine.destroy()
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp('carried')
+    make_base(root / 'base')
+    return run_scenarios({'saves': partial(save_all, root)}, 2, root=root)
+
+
+@pytest.mark.parametrize('way', [*WAYS, *IN_SHARDS])
+def test_the_folder_has_the_bytes_of_the_base_and_of_the_trained_model(saved, way, capsys):
+    check(saved, 'saves')
+    folder = saved.root / way
+    found, without = folder_tensors(folder), folder_tensors(saved.root / 'without')
+    assert found.keys() == without.keys() | CARRIED.keys() and not CARRIED.keys() & without.keys()
+    base = load_file(saved.root / 'base' / 'mtp.safetensors')
+    for name, tensor in found.items():
+        expected = base[name] if name in CARRIED else without[name]
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), name
+        assert raw(tensor) == raw(expected), name
+    assert_same_files(folder, saved.root / ('gather_in_shards' if way in IN_SHARDS else 'gather'))
+    assert verify([str(folder), '--load']) == 0, capsys.readouterr().out
+    checkpoint = [str(saved.root / 'checkpoint'), '--base', str(saved.root / 'base')]
+    assert verify([str(folder), *checkpoint]) == 0, capsys.readouterr().out
+    loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not told['missing_keys'] and set(told['unexpected_keys']) == CARRIED.keys()
+    assert raw(loaded.state_dict()['model.norm.weight']) == raw(without['model.norm.weight'])
+
+
+def test_a_conversion_is_the_same_folder(saved, tmp_path):
+    check(saved, 'saves')
+    options = ['--base', saved.root / 'base', '--carry-base', 'all', '--verify']
+    out = convert(saved.root / 'checkpoint', tmp_path / 'out', *options, '--max-shard-size', '20KB')
+    assert_same_files(out, saved.root / 'gather_in_shards')
+    assert verify([str(out), '--load']) == 0
+
+
+def test_what_is_missing_is_named_and_a_base_without_files_is_refused(tmp_path, caplog):
+    make_base(tmp_path / 'base')
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    save_hf(model, tmp_path / 'saved')
+    assert [line for line in caplog.messages if "carry_base='all', which copies them" in line]
+    caplog.clear()
+    save_hf(model, tmp_path / 'saved', carry_base='all')
+    assert not [line for line in caplog.messages if 'carry_base' in line]
+    with pytest.raises(XhfError, match='carry_base: expected None, since the model has no safetensors files'):
+        save_hf(build('llama'), tmp_path / 'saved', carry_base='all')
+
+
+def test_a_file_of_the_base_that_became_shorter(tmp_path):
+    """It is read at each save: then the save fails, and the one before it stays."""
+    make_base(tmp_path / 'base')
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    manager = make_manager(model, tmp_path / 'saved', carry_base='all', on_error='raise')
+    manager.save(iteration(1))
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'saved').iterdir()}
+    path = tmp_path / 'base' / 'mtp.safetensors'
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(XhfError, match=r'mtp\.safetensors: .* is to be copied from this file .* shorter than it was'):
+        manager.save(iteration(2))
+    manager.close()
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'saved').iterdir()} == before
