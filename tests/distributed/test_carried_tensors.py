@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.models.adapted import adapt
 from tests.helpers.models.zoo import build
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import make_manager, save_folder, train_one_step, zero_engine
@@ -98,7 +99,7 @@ def test_a_conversion_is_the_same_folder(saved, tmp_path):
     assert verify([str(out), '--load']) == 0
 
 
-def test_what_is_missing_is_named_and_a_base_without_files_is_refused(tmp_path, caplog):
+def test_what_is_missing_is_named(tmp_path, caplog):
     make_base(tmp_path / 'base')
     model = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
     save_hf(model, tmp_path / 'saved')
@@ -106,8 +107,27 @@ def test_what_is_missing_is_named_and_a_base_without_files_is_refused(tmp_path, 
     caplog.clear()
     save_hf(model, tmp_path / 'saved', carry_base='all')
     assert not [line for line in caplog.messages if 'carry_base' in line]
-    with pytest.raises(XhfError, match='carry_base: expected None, since the model has no safetensors files'):
-        save_hf(build('llama'), tmp_path / 'saved', carry_base='all')
+
+
+@pytest.mark.parametrize('base', ['none', 'another class', 'other names', 'adapter'])
+def test_a_base_that_does_not_show_what_to_copy(base, tmp_path):
+    make_base(tmp_path / 'base')
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    if base == 'none':
+        model, said = build('llama'), 'the model, which names no base, has no safetensors files on this machine'
+    elif base == 'another class':
+        model = LlamaForSequenceClassification.from_pretrained(tmp_path / 'base')
+        said = 'is of class LlamaForCausalLM, and the trained model a LlamaForSequenceClassification'
+    elif base == 'other names':  # of an older version, whose names loading changes
+        for path in (tmp_path / 'base').glob('*.safetensors'):
+            renamed = {name.replace('self_attn', 'attn'): tensor for name, tensor in load_file(path).items()}
+            save_file(renamed, path, {'format': 'pt'})
+        said = 'stores tensors under other names than a save: it has no model.layers.0.self_attn'
+    else:
+        model, said = adapt(model), 'LoraExporter writes no complete model here, such as an adapter alone'
+    with pytest.raises(XhfError, match=f'carry_base: expected None, .*{said}'):
+        save_hf(model, tmp_path / 'saved', carry_base='all')
+    assert not (tmp_path / 'saved').exists()
 
 
 def test_a_file_of_the_base_that_became_shorter(tmp_path):

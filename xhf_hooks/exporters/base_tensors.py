@@ -22,43 +22,53 @@ _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
 _MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
-def entries_without_modules(names: Iterable[str], reference: PreTrainedModel, base_dir: str) -> list[ExportEntry]:
-    """Tensors of the base in modules that its class in transformers does not have, to be copied. Reads headers.
-
-    None if the base is of another class, or has its tensors in another format.
+def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_dir: str) -> list[ExportEntry]:
+    """What the option ``carry_base`` copies: tensors of the base in modules that its class does not have.
 
     Args:
-        names: Those that are written without them.
+        written: Names of what is written without them.
         reference: The model that ``from_pretrained`` will build.
+
+    Raises:
+        OptionError: The base does not show which tensors these are.
     """
-    folder, classes = base_folder(base_dir), base_json(base_dir, 'config.json').get('architectures') or ()
-    if folder is None or type(reference).__name__ not in classes:
-        return []
-    in_base = [
+    folder, kind = base_folder(base_dir), type(reference).__name__
+    classes = base_json(base_dir, 'config.json').get('architectures') or ()
+    in_base = _entries_in(base_dir)
+    lacking = sorted(set(written).difference(entry.hf_name for entry in in_base))
+    named = f'the base model {base_dir!r}' if base_dir else 'the model, which names no base,'
+    problem = None
+    if folder is None or not in_base:
+        problem = f'{named} has no safetensors files on this machine'
+    elif kind not in classes:
+        problem = f'{named} is of class {some([*classes])}, and the trained model a {kind}'
+    elif len(lacking) > 1:  # one may be a head that training untied
+        problem = f'{named} stores tensors under other names than a save: it has no {some(lacking)}'
+    if problem is not None:
+        raise OptionError('carry_base', f'None, since {problem}', 'all')
+    return _without_modules(in_base, written, reference)
+
+
+def _entries_in(base_dir: str) -> list[ExportEntry]:
+    """The tensors in the base's files, to be copied. Reads headers."""
+    folder = base_folder(base_dir)
+    return [
         ExportEntry(one.name, one.shape, one.dtype, (), copied_from=StoredBytes(str(path), one.start))
-        for path in weight_files(folder)
+        for path in ([] if folder is None else weight_files(folder))
         if path.is_file()
         for one in read_header(path).entries
     ]
-    written = set(names)
-    if written.isdisjoint(one.hf_name for one in in_base):
-        return []
+
+
+def _without_modules(
+    in_base: Sequence[ExportEntry], written: Sequence[str], reference: PreTrainedModel
+) -> list[ExportEntry]:
+    """Those of the base's tensors in modules that the reference does not have."""
+    names = set(written)
     prefix = f'{reference.base_model_prefix}.'
     modules = {name for name, _ in reference.named_modules(remove_duplicate=False)}
     known = modules | {f'{prefix}{name}' for name in modules} | {name.removeprefix(prefix) for name in modules}
-    return [one for one in in_base if one.hf_name not in written and one.hf_name.rpartition('.')[0] not in known]
-
-
-def require_base_files(base_dir: str) -> None:
-    """Refuse the option ``carry_base`` for a model whose base has no safetensors files here.
-
-    Raises:
-        OptionError: It has none.
-    """
-    folder = base_folder(base_dir)
-    if folder is None or not weight_files(folder):
-        where = f'the base model {base_dir!r}' if base_dir else 'the model'
-        raise OptionError('carry_base', f'None, since {where} has no safetensors files on this machine', 'all')
+    return [one for one in in_base if one.hf_name not in names and one.hf_name.rpartition('.')[0] not in known]
 
 
 def warn_of_missing(
@@ -73,7 +83,12 @@ def warn_of_missing(
     """
     if announced := _missing_mtp_layers([*names, *written], base_dir):
         return announced
-    missing = entries_without_modules(written, reference, base_dir)
+    if type(reference).__name__ not in (base_json(base_dir, 'config.json').get('architectures') or ()):
+        return []
+    in_base = _entries_in(base_dir)
+    if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
+        return []
+    missing = _without_modules(in_base, written, reference)
     if not missing:
         return []
     return [

@@ -20,7 +20,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
-from xhf_hooks.exporters.base_tensors import entries_without_modules, require_base_files, warn_of_missing
+from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_missing
 from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
@@ -70,6 +70,8 @@ class HuggingFaceExporter(Exporter):
     Raises:
         ModelError: There is not exactly one such model, or ``module`` is not one.
     """
+
+    is_complete = True
 
     def __init__(self, model: nn.Module, module: str | None, adapters: Mapping[str, PeftModel] | None = None) -> None:
         self._path, self._model = find_pretrained(model, module)
@@ -127,8 +129,7 @@ class HuggingFaceExporter(Exporter):
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
         if self.carry_base is not None:
-            require_base_files(self.base_dir)
-            copied = entries_without_modules(self._hf_names, self._reference, self.base_dir)
+            copied = entries_to_copy(self._hf_names, self._reference, self.base_dir)
             self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
             self._hf_names = [entry.hf_name for entry in entries]
         read = {name for entry in entries for name in entry.reads}

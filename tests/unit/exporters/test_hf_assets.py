@@ -257,7 +257,8 @@ def test_tensors_of_the_base_that_the_class_does_not_have(tmp_path):
     (warning,) = written(tmp_path / 'found', model)
     assert warning == (
         f"1 tensor of the base model '{tmp_path}/base' are not in the save, since LlamaForCausalLM of transformers has "
-        f'no modules for them: model.mtp_layers.0.proj.weight; readers that use them must take them from the base'
+        f'no modules for them: model.mtp_layers.0.proj.weight; readers that use them need '
+        f"carry_base='all', which copies them"
     )
 
 

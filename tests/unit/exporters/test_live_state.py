@@ -299,7 +299,7 @@ def test_a_class_that_its_config_alone_does_not_build(is_tied, lora, tmp_path, c
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
     loaded = HasWidth.from_pretrained(tmp_path / 'saved', width=8)
     ids = torch.arange(6)[None]
-    assert torch.allclose(loaded(ids), trained(input_ids=ids), atol=1e-6)
+    assert torch.allclose(loaded(ids), trained(input_ids=ids), atol=1e-4)
 
 
 @pytest.mark.parametrize('change', ['vocab_size', 'id2label'])

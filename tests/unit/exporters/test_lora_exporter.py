@@ -220,9 +220,9 @@ def test_a_base_that_the_init_has_changed_and_peft_cannot_change_again(init, tmp
     with torch.no_grad():
         found, expected = (one(input_ids=ids).logits for one in (loaded, trained))
     if init in ('pissa', 'olora', 'gaussian'):
-        assert not told and torch.allclose(found, expected, atol=1e-6)
+        assert not told and torch.allclose(found, expected, atol=1e-5)
         return
-    assert not torch.allclose(found, expected, atol=1e-6)
+    assert not torch.allclose(found, expected, atol=1e-5)
     (line,) = told
     assert f'init_lora_weights={init!r} changed the weights of {tmp_path / "base"} before training' in line
     caplog.clear()
@@ -230,7 +230,7 @@ def test_a_base_that_the_init_has_changed_and_peft_cannot_change_again(init, tmp
     assert not [line for line in caplog.messages if 'changed the weights of' in line]
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / 'merged')(input_ids=ids).logits
-    assert torch.allclose(merged, expected, atol=1e-6)
+    assert torch.allclose(merged, expected, atol=1e-5)
 
 
 # Adapters of other kinds
