@@ -19,6 +19,8 @@ from tests.helpers.models.adapted import adapted, merged_by_peft
 from tests.helpers.models.zoo import FAMILIES, available, build
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
+from tests.unit.exporters.test_exporter import CounterConfig
+from tests.unit.exporters.test_live_state import HasWidth
 from xhf_hooks.cli.verify import main as verify
 
 #: Left out, since they are Llamas here; tests/unit/exporters/test_families.py has many more.
@@ -55,10 +57,22 @@ def save_adapted(family: str, root: Path) -> None:
     engine.destroy()
 
 
+def save_own_class(root: Path) -> None:
+    """At ZeRO-3 a rank has slices, and the class cannot be built to learn the shapes."""
+    model = HasWidth(CounterConfig(tie_word_embeddings=True), 8).bfloat16()
+    if dist.get_rank() == 0:
+        model.save_pretrained(root / 'own_class' / 'expected')
+    engine = zero_engine(model, stage=3)
+    for writer in ('gather', 'positional'):
+        save_folder(engine.module, root / 'own_class' / writer, writer=writer)
+    engine.destroy()
+
+
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('zoo')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
+    scenarios['own_class'] = partial(save_own_class, root)
     scenarios |= {f'{family}-adapted': partial(save_adapted, family, root) for family in RENAMED}
     return run_scenarios(scenarios, 2, root=root)
 
@@ -73,6 +87,13 @@ def test_same_as_save_pretrained(saved, family):
     assert_same_config(found, expected)
     generation = [json.loads(p.read_text()) for f in (expected, found) for p in f.glob('generation_config.json')]
     assert not generation or generation == [generation[0]] * 2
+
+
+@pytest.mark.parametrize('writer', ['gather', 'positional'])
+def test_a_class_that_its_config_alone_does_not_build(saved, writer):
+    check(saved, 'own_class')
+    expected, found = (saved.root / 'own_class' / name / WEIGHTS for name in ('expected', writer))
+    assert found.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize('family', RENAMED)
