@@ -105,7 +105,9 @@ def test_what_is_missing_is_named(tmp_path, caplog):
     save_hf(model, tmp_path / 'saved')
     assert [line for line in caplog.messages if "carry_base='all', which copies them" in line]
     caplog.clear()
+    caplog.set_level('INFO', 'xhf_hooks')
     save_hf(model, tmp_path / 'saved', carry_base='all')
+    assert [line for line in caplog.messages if 'copied from the base model: 5 tensors (model.layers.61' in line]
     assert not [line for line in caplog.messages if 'carry_base' in line]
 
 
