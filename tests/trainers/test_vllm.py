@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 
+from tests.e2e.test_readme import code
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import save_tokenizer
-from tests.helpers.models.zoo import DECODER, VISION_TOWER, Models, build
+from tests.helpers.models.zoo import DECODER, Models, build
+from tests.helpers.ranks.processes import free_port
+from tests.helpers.runs.frontends import make_trainer
 from xhf_hooks import save_hf
 
-VOCAB, IMAGE_TOKEN, N_TOKENS = 256, 255, 12
+VOCAB, N_TOKENS = 256, 12
 PROMPTS = [[1, 5, 9, 70, 33], [1, 100, 7, 8], [1, 44]]
 #: vLLM's kernels for a CPU take heads of 32 and of some multiples of 16. Large weights, so that the tokens vary.
 SIZES = {
@@ -32,12 +38,6 @@ SIZES = {
 }
 EXPERTS = {'num_experts_per_tok': 2, 'moe_intermediate_size': 64}
 GEMMA = {**SIZES, 'query_pre_attn_scalar': 32, 'sliding_window': 16}
-LLAVA = {
-    'text_config': SIZES,
-    'vision_config': {**VISION_TOWER, 'hidden_size': 64, 'intermediate_size': 96, 'num_attention_heads': 2},
-    'image_token_index': IMAGE_TOKEN,
-    'image_seq_length': 4,
-}
 MODELS: Models = {
     'llama': ('LlamaForCausalLM', SIZES),
     'llama_tied': ('LlamaForCausalLM', {**SIZES, 'tie_word_embeddings': True}),
@@ -46,35 +46,20 @@ MODELS: Models = {
     'qwen3_moe': ('Qwen3MoeForCausalLM', {**SIZES, **EXPERTS, 'num_experts': 4}),
     'mixtral': ('MixtralForCausalLM', {**SIZES, 'num_local_experts': 4, 'num_experts_per_tok': 2}),
     'gemma3': ('Gemma3ForCausalLM', GEMMA),
-    'llava': ('LlavaForConditionalGeneration', LLAVA),
 }
 ADAPTED = ['adapter', 'merged']
 RELOADED = ['llama', 'llama_tied']
+VARIABLES = {'VLLM_CPU_KVCACHE_SPACE': '1', 'VLLM_ENABLE_V1_MULTIPROCESSING': '0', 'CUDA_VISIBLE_DEVICES': ''}
 
 
-def tokens_of(model: Any, prompt: list[int], **inputs: Any) -> list[int]:
+def tokens_of(model: Any, prompt: list[int]) -> list[int]:
     """What transformers chooses, the likeliest token after the other."""
     tokens = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(N_TOKENS):
-            likeliest = model(input_ids=tokens, **inputs).logits[:, -1:].argmax(-1)
+            likeliest = model(input_ids=tokens).logits[:, -1:].argmax(-1)
             tokens = torch.cat([tokens, likeliest], dim=1)
     return tokens[0, len(prompt) :].tolist()
-
-
-def make_processor() -> Any:
-    """A processor for images of 8 by 8, whose tokenizer has `<image>` as its last token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
-
-    words = ['<pad>', '<s>', '</s>', '<unk>', *(f'w{i}' for i in range(VOCAB - 5)), '<image>']
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='<unk>'))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token='<pad>', eos_token='</s>', additional_special_tokens=['<image>']
-    )
-    images = CLIPImageProcessor(size={'shortest_edge': 8}, crop_size={'height': 8, 'width': 8})
-    return LlavaProcessor(images, fast, patch_size=4, vision_feature_select_strategy='default', num_additional_image_tokens=1)
 
 
 @pytest.fixture(scope='module')
@@ -86,9 +71,6 @@ def answers(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in MODELS:
         model = build(name, models=MODELS).eval()
         requests[name] = {'folder': str(root / name), 'prompts': PROMPTS}
-        if name == 'llava':
-            expected[name] = save_with_processor(model, root / name, requests[name])
-            continue
         expected[name] = [tokens_of(model, prompt) for prompt in PROMPTS]
         save_hf(model, root / name)
         save_tokenizer(root / name, VOCAB)
@@ -107,33 +89,13 @@ def answers(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     return expected, run_vllm(requests, root)
 
 
-def save_with_processor(model: Any, folder: Path, request: dict[str, Any]) -> list[list[int]]:
-    """Save the model, and an image into the request; returns the tokens that the model chooses after it."""
-    from PIL import Image
-
-    processor, image = make_processor(), folder.with_suffix('.png')
-    save_hf(model, folder, tokenizer=processor)
-    pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    Image.fromarray(pixels.numpy()).save(image)
-    request['image'], request['prompts'] = str(image), [[*prompt, IMAGE_TOKEN, 50] for prompt in PROMPTS]
-    found = []
-    for prompt in PROMPTS:
-        text = ' '.join([*processor.tokenizer.convert_ids_to_tokens(prompt), '<image>', 'w46'])
-        inputs = processor(images=Image.open(image), text=text, return_tensors='pt')
-        tokens = inputs['input_ids'][0].tolist()
-        assert tokens == [*prompt, *[IMAGE_TOKEN] * 4, 50]
-        found.append(tokens_of(model, tokens, pixel_values=inputs['pixel_values']))
-    return found
-
-
 def run_vllm(requests: dict[str, Any], root: Path) -> dict[str, Any]:
     """What vLLM answers."""
     asked, answered = root / 'requests.json', root / 'answers.json'
     asked.write_text(json.dumps({'n_tokens': N_TOKENS, 'requests': requests}))
     program = Path(__file__).with_name('vllm_run.py')
-    variables = {'VLLM_CPU_KVCACHE_SPACE': '1', 'VLLM_ENABLE_V1_MULTIPROCESSING': '0', 'CUDA_VISIBLE_DEVICES': ''}
     done = subprocess.run(
-        [sys.executable, program, asked, answered], env=os.environ | variables, capture_output=True, text=True
+        [sys.executable, program, asked, answered], env=os.environ | VARIABLES, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(answered.read_text())
@@ -161,3 +123,38 @@ def test_reload_weights_mixes_two_models_if_embeddings_are_tied(answers):
     """What docs/on-saved.md warns of. If this fails since the tokens are the newer model's, its warning goes."""
     expected, found = answers
     assert found['llama_tied_reloaded'] not in (expected['llama_tied'], expected['llama_tied_reloaded'])
+
+
+def test_a_server_is_restarted_with_each_save(tmp_path):
+    """The recipe of docs/on-saved.md, while a tied model trains: at the end the server answers as the trained model."""
+    port, found = free_port(), {}
+    exec(code('vllm.entrypoints', 'on-saved.md'), found)
+    tiny = '--dtype float32 --enforce-eager --max-model-len 64'
+    on_saved = [
+        text.replace('--port 8000', f'--port 8000 {tiny}').replace('8000', str(port)) for text in found['on_saved']
+    ]
+    save_tokenizer(tmp_path / 'tokenizer', VOCAB)
+    options = dict(on_saved=on_saved, tokenizer=str(tmp_path / 'tokenizer'), exit_wait_secs=1200)
+    model = build('llama_tied', models=MODELS)
+    trainer = make_trainer(tmp_path, options, model=model, save_strategy='steps', save_steps=2, max_steps=4)
+    results = tmp_path / 'hf_model_on_saved'
+    try:
+        with patch.dict(os.environ, VARIABLES):
+            trainer.train()
+        servers = [results / step / 'server.log' for step in ('iter_2', 'iter_4')]
+        assert all(path.exists() for path in servers), list(results.rglob('*'))
+        answered = [ask(port, prompt) for prompt in PROMPTS]
+    finally:
+        os.kill(int((results / 'server.pid').read_text()), signal.SIGTERM)
+    assert answered == [tokens_of(model.eval(), prompt) for prompt in PROMPTS]
+
+
+def ask(port: int, prompt: list[int]) -> list[int]:
+    """What a server of vLLM answers to a prompt of tokens."""
+    request = dict(
+        model='mine', prompt=prompt, max_tokens=N_TOKENS, temperature=0, ignore_eos=True, return_token_ids=True
+    )
+    headers = {'Content-Type': 'application/json'}
+    url = f'http://127.0.0.1:{port}/v1/completions'
+    with urlopen(Request(url, json.dumps(request).encode(), headers), timeout=60) as answer:
+        return json.load(answer)['choices'][0]['token_ids']
