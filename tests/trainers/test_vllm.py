@@ -19,6 +19,7 @@ from tests.e2e.test_readme import code
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import DECODER, Models, build
+from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.processes import free_port
 from tests.helpers.runs.frontends import make_trainer
 from xhf_hooks import save_hf
@@ -125,28 +126,31 @@ def test_reload_weights_mixes_two_models_if_embeddings_are_tied(answers):
     assert found['llama_tied_reloaded'] not in (expected['llama_tied'], expected['llama_tied_reloaded'])
 
 
-def test_a_server_is_restarted_with_each_save(tmp_path):
-    """The recipe of docs/on-saved.md, while a tied model trains: at the end the server answers as the trained model."""
-    port, found = free_port(), {}
-    exec(code('vllm.entrypoints', 'on-saved.md'), found)
-    tiny = '--dtype float32 --enforce-eager --max-model-len 64'
-    on_saved = [
-        text.replace('--port 8000', f'--port 8000 {tiny}').replace('8000', str(port)) for text in found['on_saved']
-    ]
-    save_tokenizer(tmp_path / 'tokenizer', VOCAB)
-    options = dict(on_saved=on_saved, tokenizer=str(tmp_path / 'tokenizer'), exit_wait_secs=1200)
+def train(on_saved: list[str], root: Path) -> list[list[int]]:
+    """Train four steps of a tied model, and save two times; returns the tokens that it then chooses."""
+    save_tokenizer(root / 'tokenizer', VOCAB)
+    options = dict(on_saved=on_saved, tokenizer=str(root / 'tokenizer'), exit_wait_secs=1200)
     model = build('llama_tied', models=MODELS)
-    trainer = make_trainer(tmp_path, options, model=model, save_strategy='steps', save_steps=2, max_steps=4)
+    with patch.dict(os.environ, VARIABLES):
+        make_trainer(root, options, model=model, save_strategy='steps', save_steps=2).train()
+    return [tokens_of(model.eval(), prompt) for prompt in PROMPTS]
+
+
+def test_a_server_is_restarted_with_each_save(tmp_path):
+    """The recipe of docs/on-saved.md, during training: at the end the server answers as the trained model."""
+    found: dict[str, Any] = {}
+    exec(code('vllm.entrypoints', 'on-saved.md'), found)
+    port = free_port()
+    ours = f'--port {port} --dtype float32 --enforce-eager --max-model-len 64'
+    on_saved = [text.replace('--port 8000', ours).replace(':8000', f':{port}') for text in found['on_saved']]
     results = tmp_path / 'hf_model_on_saved'
     try:
-        with patch.dict(os.environ, VARIABLES):
-            trainer.train()
-        servers = [results / step / 'server.log' for step in ('iter_2', 'iter_4')]
-        assert all(path.exists() for path in servers), list(results.rglob('*'))
+        (expected,) = run_ranks(train, 1, on_saved, tmp_path)
         answered = [ask(port, prompt) for prompt in PROMPTS]
     finally:
         os.kill(int((results / 'server.pid').read_text()), signal.SIGTERM)
-    assert answered == [tokens_of(model.eval(), prompt) for prompt in PROMPTS]
+    assert all((results / step / 'server.log').exists() for step in ('iter_2', 'iter_4'))
+    assert answered == expected
 
 
 def ask(port: int, prompt: list[int]) -> list[int]:
