@@ -5,7 +5,7 @@
 #     bash tools/test.sh --all                 both tiers, as CI does
 #     bash tools/test.sh --rest                second tier: XTuner's stack, kills, faults, file systems, stores, devices
 #     bash tools/test.sh --coverage            line coverage of tests/unit
-#     bash tools/test.sh --trainers [NAME...]  real trainers (tests/trainers/test_NAME.py), in neither tier
+#     bash tools/test.sh --trainers [NAME...]  real trainers, and vLLM (tests/trainers/test_NAME.py), in neither tier
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
