@@ -1,8 +1,8 @@
 """Greedy tokens of vLLM: python vllm_run.py REQUESTS ANSWERS, files of JSON.
 
 One process for all models, since an import of vLLM takes half a minute. A request has a ``folder`` and a list of
-``prompts``, which are lists of tokens. It may have an ``adapter``, which is a folder, and ``reloads``, a folder that
-`reload_weights` names before the prompts are answered.
+``prompts``, which are lists of tokens. It may have an ``adapter``, which is a folder; an ``image``, a file that each
+prompt shows; ``reloads``, a folder that `reload_weights` names before the prompts are answered.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 
@@ -24,12 +25,14 @@ def answer(request: dict[str, Any], n_tokens: int) -> list[list[int]]:
         max_model_len=64,
         max_num_seqs=4,
         enable_lora=adapter is not None,
+        limit_mm_per_prompt={'image': 1 if 'image' in request else 0},
     )
     if 'reloads' in request:
         llm.collective_rpc('reload_weights', kwargs={'weights_path': request['reloads']})
         llm.reset_prefix_cache()
+    shown = {'multi_modal_data': {'image': Image.open(request['image'])}} if 'image' in request else {}
     found = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in request['prompts']],
+        [TokensPrompt(prompt_token_ids=prompt, **shown) for prompt in request['prompts']],
         SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True),
         lora_request=None if adapter is None else LoRARequest('adapter', 1, adapter),
     )
