@@ -41,7 +41,8 @@ SIZES = {
     'initializer_range': 0.3,
 }
 EXPERTS = {'num_experts_per_tok': 2, 'moe_intermediate_size': 64}
-GEMMA = {**SIZES, 'query_pre_attn_scalar': 32, 'sliding_window': 16}
+# Gemma scales embeddings and normalizes what its layers add: with large embeddings it would repeat the last token
+GEMMA = {**SIZES, 'initializer_range': 0.02, 'query_pre_attn_scalar': 32, 'sliding_window': 16}
 LLAVA = {
     'text_config': SIZES,
     'vision_config': {**VISION_TOWER, 'hidden_size': 64, 'intermediate_size': 96, 'num_attention_heads': 2},
