@@ -5,7 +5,7 @@
 #     bash tools/test.sh --all                 both tiers, as CI does
 #     bash tools/test.sh --rest                second tier: XTuner's stack, kills, faults, file systems, stores, devices
 #     bash tools/test.sh --coverage            line coverage of tests/unit
-#     bash tools/test.sh --trainers [NAME...]  real trainers (tests/trainers/test_NAME.py), in neither tier
+#     bash tools/test.sh --trainers [NAME...]  real trainers, and vLLM (tests/trainers/test_NAME.py), in neither tier
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
@@ -20,7 +20,7 @@ XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py)
 # Runs of `xtuner train`, in the set that most of its users have
 RUNS=(tests/e2e/xtuner_stack/test_{train,llava_train}.py)
-TRAINERS=(trl axolotl swift llamafactory)
+TRAINERS=(trl axolotl swift llamafactory vllm)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
@@ -177,6 +177,8 @@ case ${1-} in
             make_overlay "$trainer"
             (
                 export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
+                # Stands in for the compiled part of torchvision, where torch is a CPU build
+                [[ $trainer != vllm ]] || PYTHONPATH+=:$PWD/tests/e2e/xtuner_stack
                 test_with .venv "$trainer" "tests/trainers/test_$trainer.py"
             )
         done

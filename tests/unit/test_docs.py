@@ -25,11 +25,13 @@ CODE = '\n'.join(
 OTHERS = {
     'bitsandbytes',
     'client_kwargs',
+    'collective_rpc',
     'consolidate_safetensors_files',
     'dequantize',
     'dp_replicate_size',
     'fsdp_config',
     'fsdp_size',
+    'reload_weights',
 }
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
 OTHERS |= {'vis_backends'}
