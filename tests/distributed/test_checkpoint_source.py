@@ -54,7 +54,8 @@ def train_and_save(case: str, folder: Path) -> None:
         engine.step()
         engine.save_checkpoint(str(folder / ('earlier' if step + 1 < STEPS else 'checkpoint')), tag=TAG)
     save_folder(engine.module, folder / 'as_trained')
-    save_folder(engine.module, folder / 'float32', dtype='float32')
+    if 'round_robin_gradients' not in options:  # refused: DeepSpeed looks for the live masters in the wrong order then
+        save_folder(engine.module, folder / 'float32', dtype='float32')
     engine.destroy()
 
 
@@ -106,7 +107,7 @@ def test_reads_what_the_hook_saved_and_tells_what_it_is(saved, case):
     masters = {name: tensor for name, tensor in read_all(source, from_master=True).items() if name in parameters}
     assert_same_tensors(as_trained, folder_tensors(saved / 'as_trained'))
     assert_same_tensors({name: t.to(as_trained[name].dtype) for name, t in masters.items()}, as_trained)
-    if 'round_robin' not in case:  # DeepSpeed itself looks for the live masters in the wrong order then
+    if 'round_robin' not in case:
         assert_same_tensors({n: t.float() for n, t in masters.items()}, folder_tensors(saved / 'float32'))
 
 

@@ -92,7 +92,7 @@ def refusal_of(train: Callable[[], Any]) -> str:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'nothing_is_ever_due': (dict(hook=dict(interval=500, save_last=False)), 'option interval'),
     'no_tokenizer_there': (dict(hook=dict(tokenizer='/nowhere')), 'option tokenizer'),
-    'adapter_not_trained': (dict(hook={}, model=dict(lora=True, freeze='lora_')), 'has no trainable tensors'),
+    'adapter_not_trained': (dict(hook={}, model=dict(lora=True, freeze='lora_')), 'have no trainable tensors'),
     'no_such_template': (dict(hook={}, prompt_template='xtuner.utils.PROMPT_TEMPLATE.nope'), 'option prompt_template'),
 }
 

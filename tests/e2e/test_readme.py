@@ -34,6 +34,20 @@ AFTER_THE_DEMO = [
     'xhf-verify OUT work_dirs/demo/*/hf_model',
 ]
 #: Every command of every page, but versions.md, whose lines tools/env.sh runs. Tests below run them, or as it says.
+#: docs/xtuner.md: packages in the versions of requirements/xtuner-0.1.txt (test_the_courses_packages_are_those_tested),
+#: and the commands that tests/e2e/xtuner_stack runs with them (test_train, test_drop_in).
+XTUNER_FROM_NOTHING = (
+    'python3.10 -m venv xtuner-env && source xtuner-env/bin/activate',
+    'pip install torch==2.4.1 torchvision==0.19.1',
+    'pip install xtuner==0.1.23 transformers==4.39.0 peft==0.13.2 deepspeed==0.16.1 mmengine==0.10.5 \\',
+    "    datasets==3.1.0 accelerate==1.2.0 huggingface-hub==0.26.5 'numpy<2' 'setuptools<81'",
+    'pip install /path/of/this/clone',
+    'xtuner copy-cfg internlm2_chat_1_8b_full_alpaca_e3 .',
+    'xtuner train internlm2_chat_1_8b_full_alpaca_e3_copy.py --deepspeed deepspeed_zero2',
+    'xhf-verify work_dirs/internlm2_chat_1_8b_full_alpaca_e3_copy/*/hf_model',
+    'xhf-convert work_dirs/NAME OUT',
+    'xhf-verify OUT',
+)
 COMMANDS = {
     *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *AFTER_THE_DEMO),
     'pip install .',  # test_wheel
@@ -48,6 +62,7 @@ COMMANDS = {
     'bash tools/test.sh tests/stress/test_network_fs.py',
     *(f'python tools/bench.py {what}' for what in BENCHMARKS),
     f'{ENTER}-xtuner',
+    *XTUNER_FROM_NOTHING,
 }
 CONFIG_LINES = {
     "dict(type='HFCheckpointHook')": 'getting-started.md',
@@ -84,9 +99,16 @@ def test_every_command_is_known_here():
     assert {line for page in pages for block in blocks('bash', page) for line in block.splitlines()} == COMMANDS
 
 
-def test_every_block_of_code_is_run_here():
-    """By the test that names some of its words."""
-    source = Path(__file__).read_text(encoding='utf-8')
+def test_the_courses_packages_are_those_tested():
+    pinned = (ROOT / 'requirements' / 'xtuner-0.1.txt').read_text().replace('_', '-').splitlines()
+    named = re.findall(r'[\w-]+==[\d.]+', ' '.join(XTUNER_FROM_NOTHING))
+    assert len(named) == 10 and [one for one in named if one not in pinned] == ['xtuner==0.1.23']  # in its no_deps file
+
+
+def test_every_block_of_code_is_run():
+    """By the test that names some of its words, here or with vLLM's server."""
+    files = (Path(__file__), ROOT / 'tests' / 'trainers' / 'test_vllm.py')
+    source = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     for page in PAGES:
         for block in blocks('python', page):
             words = [found for found in re.findall(r"code\('([^']+)'", source) if found in block]

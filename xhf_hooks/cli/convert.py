@@ -63,7 +63,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--base',
         type=base_model,
         metavar='DIR',
-        help='model before training, or with adapter_config.json: a folder or a cached Hub name',
+        help='the base, or adapter_config.json: folder or Hub name',
     )
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm or actor')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
@@ -79,7 +79,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         '--carry-base',
         choices=CARRY_BASE,
-        help='all: also copy what the base has and the class does not load',
+        help="all: copy tensors that only the base's files have",
     )
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
