@@ -121,7 +121,7 @@ second_tier() {
     local compiling=$!
     (run xtuner test_xtuner; run xtuner_0_1 test_xtuner_0_1; run transformers4 test_transformers4; run docs build_docs) &
     local files
-    mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py')
+    mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py' --exclude-dir=xtuner_stack)
     show stress test_with .venv stress --complete -m needs tests/stress "${files[@]}"
     wait "$compiling"
 }

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.compat.deepspeed import restore_inherited_init
+from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.model import model_class, without_wrappers
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def build_on_meta(
         restore_inherited_init(kind)
         model = kind(own, **arguments)
         _untie_parameters(model)
+        if not converts_weights():  # in transformers 4 models in the model tie their own weights when they are built
+            for inner in model.modules():
+                if inner is not model and hasattr(inner, 'tie_weights'):
+                    inner.tie_weights()
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         return model
 
