@@ -207,7 +207,9 @@ def assert_same_bytes_within_a_bucket(root: Path, ranks: list[dict[str, dict[str
             # Before the first read, for the checksums of equal copies, and for all copies to the host
             assert 'background' not in way or rank[way]['waits'] <= 3, (way, index, rank[way])
         if 'zero3' in root.name and 'stream' in way:  # who only sends waits once for each message
-            assert ranks[1][way]['waits'] <= ranks[1][way]['rounds'] + 1, ranks[1][way]
+            # and twice for samples of fp32 masters, when the save is planned and when it begins
+            n_samples = 2 * ('masters' in way)
+            assert ranks[1][way]['waits'] <= ranks[1][way]['rounds'] + 1 + n_samples, ranks[1][way]
 
 
 @pytest.mark.parametrize('name', [*ENGINES, 'lora'])

@@ -112,18 +112,18 @@ class Source:
         Raises:
             ModelError: The masters are not those of the parameters.
         """
-        sampled, are_others = [], []
+        pairs = {}
         for spec in specs:
             pair = self._weights_and_master(spec) if spec.from_master else None
-            if pair is None or not pair[0].numel():
-                continue
-            sampled.append(spec.name)
-            are_others.append(_is_another_master(*pair))
-        differing = [name for name, is_other in zip(sampled, _on_host(are_others), strict=True) if is_other]
+            if pair is not None and pair[0].numel():
+                pairs[spec.name] = pair
+        differing = [
+            name for name, is_other in zip(pairs, _are_other_masters([*pairs.values()]), strict=True) if is_other
+        ]
         if differing:
             raise ModelError(
                 f"{differing[0]}: expected an fp32 master that rounds to the 16-bit weights, found another parameter's "
-                f'or an older one (in {len(differing)} of {len(sampled)} tensors on rank {self._rank}). Set dtype to '
+                f'or an older one (in {len(differing)} of {len(pairs)} tensors on rank {self._rank}). Set dtype to '
                 f"None, or remove round_robin_gradients or zenflow from DeepSpeed's config. What replaces weights "
                 f'(EMA) must replace their masters, too'
             )
@@ -251,19 +251,35 @@ class Source:
         return next(dtypes, torch.float32) == torch.float32
 
 
-def _is_another_master(weights: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Whether a sample of a master does not round to the same elements of the weights. Does not wait for a device."""
-    if weights.numel() != master.numel():
-        return torch.ones((), dtype=torch.bool, device='cpu')
-    step = max(1, weights.numel() // _SAMPLED_ELEMENTS)
-    expected = weights[::step]
-    found = master[::step].to(expected.device, expected.dtype)
-    return ((found != expected) & (expected == expected)).any()  # NaN differs from itself
+def _are_other_masters(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """For each pair of weights and master, whether a sample of the master does not round to the same elements.
+
+    Copies nothing to a device, and waits for one twice at most: for the samples of weights whose masters are in host
+    memory, all at once, and for the answers about masters on the device.
+    """
+    steps = [max(1, weights.numel() // _SAMPLED_ELEMENTS) for weights, _ in pairs]
+    expected = [weights[::step] for (weights, _), step in zip(pairs, steps, strict=True)]
+    found = [master[::step] for (_, master), step in zip(pairs, steps, strict=True)]
+    apart = [i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one.device != other.device]
+    if apart:
+        on_host = torch.cat([expected[i] for i in apart]).to('cpu')
+        for i, sample in zip(apart, on_host.split([len(expected[i]) for i in apart]), strict=True):
+            expected[i] = sample.to(expected[i].dtype)
+    answers = [torch.ones((), dtype=torch.bool, device=one.device) for one in expected]
+    for i, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if pairs[i][0].numel() == pairs[i][1].numel():
+            answers[i] = ((other.to(one.dtype) != one) & (one == one)).any()  # NaN differs from itself
+    return _on_host(answers)
 
 
-def _on_host(flags: Sequence[torch.Tensor]) -> list[bool]:
-    """The values of flags; waits once for a device."""
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+def _on_host(answers: Sequence[torch.Tensor]) -> list[bool]:
+    """The values of answers; waits once for each device."""
+    values = [False] * len(answers)
+    for device in {answer.device for answer in answers}:
+        there = [i for i, answer in enumerate(answers) if answer.device == device]
+        for i, value in zip(there, torch.stack([answers[i] for i in there]).tolist(), strict=True):
+            values[i] = value
+    return values
 
 
 def _strides_of(holders: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...] | None:
