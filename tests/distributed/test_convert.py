@@ -17,7 +17,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tens
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
 from tests.helpers.models.adapted import EXPERTS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available, build
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
@@ -171,7 +171,7 @@ def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, fo
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(['<call>', '<reply>'])
     tokenizer.chat_template = "{% for m in messages %}<call>{{ m['content'] }}<reply>{% endfor %}"
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    resize_embeddings(model, len(tokenizer))
     options = {} if lora is None else {'lora': 'both'}
     trained = model if lora is None else adapt(model, torch.bfloat16, **lora)
     arguments = dict(max_steps=2, save_strategy='steps', save_steps=2, model=trained, tokenizer=tokenizer)

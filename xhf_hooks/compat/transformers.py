@@ -175,7 +175,9 @@ def loaded_without_device_map(
         with suppress(Exception), context():
             model, problems = load()
             ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
-            missing = (names[0] for _, names in names_by_identity(model) if held.isdisjoint(names))
+            listed = model.state_dict().keys()  # which a class may override
+            named = (names for _, names in names_by_identity(model) if not listed.isdisjoint(names))
+            missing = (names[0] for names in named if held.isdisjoint(names))
             problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
             return model, problems
     return None

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from xhf_hooks.compat.transformers import converts_weights
+from xhf_hooks.exporters.rehearsal import Problems
 from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
-from xhf_hooks.model import module_tensors
+from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
 
@@ -50,7 +52,31 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
         with quiet():
             return load_recorded(type(model), model.config, stored)
     except Exception:
-        return None
+        return None if converts_weights() else _load_by_name(model, stored)
+
+
+def _load_by_name(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Loaded:
+    """What loading would make of them where names are not converted.
+
+    transformers before 4.48 cannot load tensors without values.
+    """
+    sources: dict[str, tuple[str, ...]] = {}
+    problems: Problems = {'missing': [], 'unexpected': [], 'of other shape': []}
+    known = {name for name, _ in model.named_buffers()}  # older versions stored some that are not persistent now
+    for tensor, names in names_by_identity(model):
+        known.update(names)
+        held = [name for name in names if name in stored]
+        if not held:
+            problems['missing'].append(names[0])
+        elif tuple(tensor.shape) != tuple(stored[held[0]].shape):
+            problems['of other shape'].append(names[0])
+        else:
+            sources[names[0]] = (held[0],)
+    problems['unexpected'] = [name for name in stored if name not in known]
+    for problem in ('missing', 'unexpected'):
+        ignored = getattr(model, f'_keys_to_ignore_on_load_{problem}', None) or ()
+        problems[problem] = [n for n in problems[problem] if not any(re.search(pattern, n) for pattern in ignored)]
+    return Loaded({name: stored[one] for name, (one,) in sources.items()}, sources, model, problems)
 
 
 def rename_older(

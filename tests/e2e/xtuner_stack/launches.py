@@ -232,11 +232,20 @@ def _loads_in_4_bits() -> bool:
 
 
 def _dispatch_fits_mistral() -> bool:
-    """Tells whether XTuner's attention of Mistral finds the fields that it reads: 0.1.23 wants those before 4.48."""
-    from transformers.models.mistral.modeling_mistral import MistralAttention
+    """Tells whether XTuner's attention of Mistral finds the fields that it reads.
 
-    dispatch = Path(_xtuner(), 'model', 'modules', 'dispatch', 'mistral.py').read_text()
-    return 'self.num_heads' not in dispatch or 'self.num_heads' in inspect.getsource(MistralAttention)
+    The one of 0.1.23 wants those of transformers before 4.48, and its rotary embedding those before 4.42.
+    """
+    from transformers.models.mistral import modeling_mistral
+
+    dispatch = Path(_xtuner(), 'model', 'modules', 'dispatch')
+    wanted = {
+        'self.num_heads': (dispatch / 'mistral.py', modeling_mistral.MistralAttention),
+        'max_seq_len_cached': (dispatch / '__init__.py', modeling_mistral.MistralRotaryEmbedding),
+    }
+    return all(
+        field not in file.read_text() or field in inspect.getsource(kind) for field, (file, kind) in wanted.items()
+    )
 
 
 def _for_this_xtuner(config: str) -> str:

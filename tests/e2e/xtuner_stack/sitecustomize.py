@@ -114,19 +114,20 @@ def emulate_in_gloo(c10d):
 
         return run
 
-    def gather(tensors, tensor, group=None, async_op=False):
-        copies = [copy_of(one) for one in tensors]
+    # Their arguments are named as torch names them, for DeepSpeed passes some by name
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        copies = [copy_of(one) for one in tensor_list]
         all_gather(copies, copy_of(tensor), group=group)
-        for one, copy in zip(tensors, copies, strict=True):
+        for one, copy in zip(tensor_list, copies, strict=True):
             one.detach().copy_(copy)
         return Done() if async_op else None
 
-    def gather_into(output, tensor, group=None, async_op=False):
-        gather(list(output.view(-1).chunk(c10d.get_world_size(group))), tensor.reshape(-1), group)
+    def gather_into(output_tensor, input_tensor, group=None, async_op=False):
+        gather(list(output_tensor.view(-1).chunk(c10d.get_world_size(group))), input_tensor.reshape(-1), group)
         return Done() if async_op else None
 
-    def scatter_from(output, tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
-        copy = copy_of(tensor)
+    def scatter_from(output, input, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+        copy = copy_of(input)
         all_reduce(copy, op=op, group=group)
         mine = copy.view(-1).chunk(c10d.get_world_size(group))[c10d.get_rank(group)]
         output.detach().copy_(mine.view(output.shape))

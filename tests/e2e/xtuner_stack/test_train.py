@@ -145,7 +145,7 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
 
 def test_zero3_partitioned_what_was_saved(runs):
     """DeepSpeed's log says how many parameters it did not partition: of Llama's 21 all but the embeddings."""
-    for name, n_whole in ((FULL, 19), (QWEN, 0)):
+    for name, n_whole in ((FULL, 19), (LORA, 0)):
         assert re.findall(r'Total persistent parameters: \d+ in (\d+) params', runs.output(name))[0] == str(n_whole)
 
 
@@ -272,8 +272,8 @@ def test_converted_and_read_where_transformers_is_new(runs, tmp_path):
 def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch):
     """The lazy config that the user wrote is read, and what it imports is not imported."""
     monkeypatch.chdir(runs.root)
-    work_dir = runs.work_dir(QWEN)
-    found = convert(work_dir / f'iter_{FIRST}.pth', tmp_path / 'out', '--config', runs.root / f'{QWEN}.py')
+    work_dir = runs.work_dir(FULL)
+    found = convert(work_dir / f'iter_{FIRST}.pth', tmp_path / 'out', '--config', runs.root / f'{FULL}.py')
     assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == FIRST
     for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
         assert (found / name).read_bytes() == (export_of(work_dir) / name).read_bytes()

@@ -14,6 +14,13 @@ INDEX_NAME = 'model.safetensors.index.json'
 SHOWN = 8
 
 
+def splits_as_the_hub() -> bool:
+    """Whether save_pretrained makes the same files: transformers before 4.42 splits a model by a rule of its own."""
+    from transformers import modeling_utils
+
+    return hasattr(modeling_utils, 'split_torch_state_dict_into_shards')
+
+
 def folder_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     """Reads the tensors of all `*.safetensors` files in `folder`, of which the index must say what there is."""
     from safetensors.torch import load_file

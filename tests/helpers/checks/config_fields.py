@@ -23,6 +23,12 @@ def config_fields(folder: Path, like: Path | None = None) -> dict[str, Any]:
     return fields if like is None else _without_added(fields, json.loads((like / 'config.json').read_text()))
 
 
+def dtype_in(folder: Path) -> str | None:
+    """What config.json says, under the name of transformers since 4.56 or before."""
+    fields = config_fields(folder)
+    return fields.get('dtype', fields.get('torch_dtype'))
+
+
 def assert_same_config(found: Path, expected: Path, **other: Any) -> None:
     """Assert that config.json has the fields and the form of ``save_pretrained``'s, but for the added ones.
 

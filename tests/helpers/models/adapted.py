@@ -72,17 +72,35 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
     return adapted
 
 
+def can_be_made(family: str, **lora: Any) -> bool:
+    """Whether the installed peft has these options, and layers for what they name."""
+    try:
+        adapted(family, **lora)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_merged_as_it_is_used(model: PeftModel) -> bool:
+    """Whether peft merges what its forward pass computes: peft 0.13 forgets the magnitudes of an embedding's DoRA."""
+    import torch
+
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        merged = copy.deepcopy(model).merge_and_unload()
+        return torch.allclose(merged(tokens).logits, model(tokens).logits, atol=1e-4)
+
+
 @cache
 def is_known_to_peft(kind: str) -> bool:
     """Whether the installed peft can make and save one of :data:`KINDS`: before 0.15 it has no Conv1d, for example."""
     from peft import get_peft_model_state_dict
 
     family, lora = KINDS[kind]
-    if not available(family, MODELS):
+    if not available(family, MODELS) or not can_be_made(family, **lora):
         return False
-    try:
-        model = adapted(family, **lora)
-    except (TypeError, ValueError):
+    model = adapted(family, **lora)
+    if kind == 'embedding_dora' and not _is_merged_as_it_is_used(model):
         return False
     saved = get_peft_model_state_dict(model)  # without trained biases before 0.14
     return 'bias' not in lora or any(name.endswith('bias') for name in saved)

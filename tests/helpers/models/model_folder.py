@@ -3,10 +3,13 @@
 import json
 import struct
 import zlib
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from xhf_hooks.compat.transformers import text_config
 
 
 def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
@@ -15,8 +18,14 @@ def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
 
     model = build(family).to(dtype)
     model.save_pretrained(folder, **options)
-    save_tokenizer(folder, model.config.get_text_config().vocab_size)
+    save_tokenizer(folder, text_config(model.config).vocab_size)
     return folder
+
+
+def resize_embeddings(model: Any, n_rows: int) -> None:
+    """Resize as transformers before 4.46 did, without new rows that are drawn around the mean of the others."""
+    options = {'mean_resizing': False} if 'mean_resizing' in signature(model.resize_token_embeddings).parameters else {}
+    model.resize_token_embeddings(n_rows, **options)
 
 
 def save_tokenizer(folder: Path, n_tokens: int) -> None:

@@ -4,6 +4,7 @@ import collections
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,12 @@ class MadeCheckpoint:
         size = -(-tensor.numel() // self.world_size)
         flat = torch.cat([tensor.reshape(-1), tensor.new_full((size * self.world_size - tensor.numel(),), 88.0)])
         return flat[rank * size : (rank + 1) * size].clone()
+
+
+def save_dcp(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    """Save with torch.distributed.checkpoint on one process, without a process group."""
+    import torch.distributed.checkpoint as dcp
+
+    alone = {'no_dist': True} if 'no_dist' in signature(dcp.save).parameters else {}  # torch 2.4 and 2.5 see it
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), **alone)
+    return folder

@@ -10,7 +10,7 @@ from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_converted_as_by_the_hook, base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import KINDS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available
 from tests.unit.exporters.test_lora_exporter import INITS
 from xhf_hooks.cli.convert import main
@@ -30,7 +30,7 @@ def adapted_of(base: Path, family: str, *, n_rows: int = 0, dtype: Any = None, *
     options = {} if dtype is None else {'torch_dtype': dtype}
     model = getattr(transformers, MODELS[family][0]).from_pretrained(base, **options)
     if n_rows:
-        model.resize_token_embeddings(n_rows, mean_resizing=False)
+        resize_embeddings(model, n_rows)
     return adapt(model, **lora)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.helpers.checks.config_fields import dtype_in
 from tests.helpers.checks.converted import base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_manifest
@@ -296,6 +297,6 @@ def test_a_conversion_does_not_replace_what_another_wrote_meanwhile(base, tmp_pa
     monkeypatch.setattr(Conversion, 'run', run_second)
     assert main([*command, '--dtype', 'float32']) == 2
     assert f'{tmp_path / "out"} exists, since another process has written it' in capsys.readouterr().err
-    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'bfloat16'
+    assert dtype_in(tmp_path / 'out') == 'bfloat16'
     convert(*command, '--dtype', 'float32', '--overwrite')
-    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'float32'
+    assert dtype_in(tmp_path / 'out') == 'float32'

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same_tensors, folder_tensors
 from tests.helpers.checks.converted import base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapt
-from tests.helpers.models.zoo import available, build
-from tests.helpers.runs.made_checkpoint import MadeCheckpoint
+from tests.helpers.models.zoo import build, has_class_for
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 
@@ -101,9 +101,7 @@ def test_wrappers_are_in_no_name(llama, tmp_path, name, layout):
     if layout == 'file':
         torch.save({'state_dict': state}, tmp_path / 'x')
     else:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save({'model': state}, checkpoint_id=str(tmp_path / 'x'), no_dist=True)
+        save_dcp({'model': state}, tmp_path / 'x')
     out = convert(tmp_path / 'x', tmp_path / 'out', '--base', folder / 'base')
     assert_same_folder_tensors(out, folder / 'trained')
 
@@ -294,15 +292,22 @@ def test_a_qlora_run(llama, tmp_path, capsys, bits, whole):
 def test_buffers_of_older_versions_are_left_out(tmp_path, family, buffer):
     base = base_of(family, tmp_path / 'base')
     torch.save({**build(family, seed=7).state_dict(), buffer: torch.ones(1, 4)}, tmp_path / 'x.bin')
-    build(family, seed=7).save_pretrained(tmp_path / 'trained')
+    save_hf(build(family, seed=7), tmp_path / 'trained')
     assert_same_folder_tensors(convert(tmp_path / 'x.bin', tmp_path / 'out', '--base', base), tmp_path / 'trained')
 
 
+HEADS = {'SequenceClassification': 5, 'TokenClassification': 5, 'QuestionAnswering': 2}
+
+
 @pytest.mark.parametrize(
-    ('kind', 'labels'),
-    [('SequenceClassification', 5), ('TokenClassification', 5), ('QuestionAnswering', 2)],
+    ('family', 'kind', 'labels'),
+    [
+        (family, kind, labels)
+        for family in ('llama', 'qwen3_moe')
+        for kind, labels in HEADS.items()
+        if has_class_for(family, kind)
+    ],
 )
-@pytest.mark.parametrize('family', filter(available, ['llama', 'qwen3_moe']))
 def test_a_head_that_training_put_on_a_causal_base(tmp_path, capsys, family, kind, labels):
     base = base_of(family, tmp_path / 'base')
     model = from_base(base, f'AutoModelFor{kind}', num_labels=labels)

@@ -42,8 +42,12 @@ if HAS_XTUNER:
 LLAMA3_WORDS = r'[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 
 
+def answer(text: str) -> dict:
+    return dict(role='assistant', content=text, loss='True')  # XTuner before 0.2 reads this as text
+
+
 def dialogue(*texts: str, system: str | None = None) -> list[dict]:
-    turns = [dict(role=('user', 'assistant')[i % 2], content=text) for i, text in enumerate(texts)]
+    turns = [dict(role='user', content=text) if i % 2 == 0 else answer(text) for i, text in enumerate(texts)]
     return turns if system is None else [dict(role='system', content=system), *turns]
 
 
@@ -62,8 +66,8 @@ DIALOGUES = {
     'nothing said': dialogue('', '', '', ''),
     'two users, two systems': dialogue(system='a') + dialogue('b', system='c') + dialogue('d', 'e'),
     'later system': dialogue('a', 'b') + dialogue('c', 'd', system='e'),
-    'two answers': [*dialogue('a', 'b'), dict(role='assistant', content='c'), *dialogue('d', 'e')],
-    'answer first': [dict(role='assistant', content='Hello'), *dialogue('a', 'b')],
+    'two answers': [*dialogue('a', 'b'), answer('c'), *dialogue('d', 'e')],
+    'answer first': [answer('Hello'), *dialogue('a', 'b')],
 }
 
 
@@ -126,7 +130,7 @@ def test_text_and_ids_are_those_of_training(name, dialogue_name, plain):
             tokenizer.apply_chat_template(messages, tokenize=False)
         return
     assert tokenizer.apply_chat_template(messages, tokenize=False) == training_text(messages, template)
-    answered = [*messages[:-1], dict(role='assistant', content='☞')]
+    answered = [*messages[:-1], answer('☞')]
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     assert prompt == training_text(answered, template).partition('☞')[0]
     if dialogue_name in ORDINARY:

@@ -13,7 +13,11 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.compare import (
+    assert_loads_clean,
+    folder_tensors,
+    splits_as_the_hub,
+)
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import available, build
@@ -22,8 +26,6 @@ from tests.helpers.runs.engines import save_folder
 AVAILABLE = [family for family in MODELS if available(family, MODELS)]
 #: The number of families, from these versions on.
 LEAST = {(4, 36): 30, (4, 46): 45, (4, 48): 48, (4, 57): 60, (5, 23): 62}
-#: transformers before 4.42 split a model into files by a rule of its own, which gives other files.
-SPLITS_AS_THE_HUB = hasattr(transformers.modeling_utils, 'split_torch_state_dict_into_shards')
 OTHERS = ('generation_config.json', 'model.safetensors.index.json')
 
 
@@ -46,9 +48,11 @@ def test_the_folder_is_that_of_save_pretrained(family, tmp_path, caplog):
 
     model.save_pretrained(expected, max_shard_size=max_shard_size)
     assert_same_config(found, expected)
-    if not SPLITS_AS_THE_HUB:
-        assert folder_tensors(found).keys() == folder_tensors(expected).keys()
-        assert_same_folder_tensors(found, expected)
+    if not splits_as_the_hub():
+        # More than there, as BERT's second bias: a class ties it while it is built, which not each reader does
+        tensors, trained = folder_tensors(found), model.state_dict()
+        assert tensors.keys() >= folder_tensors(expected).keys()
+        assert [name for name, tensor in tensors.items() if not tensor.equal(trained[name])] == []
         assert_loads_clean(found, type(model))
         return
     for name in OTHERS:

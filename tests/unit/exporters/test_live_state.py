@@ -17,7 +17,7 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from tests.helpers.models.adapted import adapted, around, planned
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import MODELS, available, build
 from tests.helpers.runs.engines import iteration, make_saver
 from tests.unit.exporters.test_exporter import CounterConfig
@@ -113,7 +113,7 @@ def grown(model: Any) -> tuple[Any, Any]:
     """The base's tokenizer with a token more, and the model with a row for it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
     tokenizer.add_tokens(['[SEG]'], special_tokens=True)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    resize_embeddings(model, len(tokenizer))
     return tokenizer, model
 
 
@@ -148,7 +148,7 @@ def test_padded_embeddings_are_right(rows, llama, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama.config._name_or_path)
     n_more = rows - len(tokenizer) - 5
     tokenizer.add_tokens([f'[{number}]' for number in range(max(0, n_more))])
-    llama.resize_token_embeddings(rows, mean_resizing=False)
+    resize_embeddings(llama, rows)
     (tmp_path / 'found').mkdir()
     assert planned(llama).write_hf_assets(tmp_path / 'found', tokenizer, ()) == []
 
@@ -309,7 +309,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
     config = build('llama').config
     config.num_labels = 3
     model = getattr(transformers, kind)(config)
-    model.resize_token_embeddings(192, mean_resizing=False)
+    resize_embeddings(model, 192)
     collective = Collective()
     saver, target = make_saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
     target.claim()
@@ -320,7 +320,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
         assert not told['missing_keys'] and not told['mismatched_keys'] and again.config.vocab_size == 192
     else:
         model.config.id2label = {0: 'no', 1: 'yes'}
-        with pytest.raises(AgreedError, match=r'score.weight \(3, 35\), expected \(2, 35\)'):
+        with pytest.raises(AgreedError, match=r'score.weight \(3, (\d+)\), expected \(2, \1\)'):
             saver.save(target, iteration(1))
     target.release()
     saver.close()

@@ -1,13 +1,13 @@
 """XTuner's LLaVAModel goes out in XTuner's layout or as LlavaForConditionalGeneration."""
 
-import copy
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, LlavaForConditionalGeneration
+from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
 from tests.helpers.models.adapted import around, planned
@@ -21,6 +21,10 @@ from xhf_hooks.options import DTYPE_CODES
 
 LLM_LORA = {'llm': dict(target_modules='all-linear')}
 BOTH_LORA = {**LLM_LORA, 'visual_encoder': dict(target_modules=['q_proj', 'v_proj'])}
+
+
+#: transformers before 4.46 has no projector without a bias.
+MAY_LACK_BIAS = 'multimodal_projector_bias' in inspect.signature(LlavaConfig).parameters
 
 
 @pytest.fixture(scope='module')
@@ -51,8 +55,10 @@ def logits_of(folder: Path) -> torch.Tensor:
     """Of :func:`question`, by what from_pretrained makes of the folder."""
     model = assert_loads_clean(folder, LlavaForConditionalGeneration).eval()
     image, before, after = question()
-    place = torch.full((1, N_PATCHES), model.config.image_token_index)
-    return model(input_ids=torch.cat([before, place, after], dim=1), pixel_values=image).logits[..., :VOCAB_SIZE]
+    # The processor before 4.45 leaves it to the model to make room for the patches
+    n_tokens = N_PATCHES if 'patch_size' in inspect.signature(LlavaProcessor).parameters else 1
+    ids = torch.cat([before, torch.full((1, n_tokens), model.config.image_token_index), after], dim=1)
+    return model(input_ids=ids, pixel_values=image, attention_mask=torch.ones_like(ids)).logits[..., :VOCAB_SIZE]
 
 
 # XTuner's layout
@@ -82,7 +88,7 @@ def test_adapters_beside_merged_parts(bases, tmp_path):
     ('options', 'words'),
     [
         (dict(), VOCAB_SIZE),
-        (dict(visual_select_layer=-1, hidden_act='relu', bias=False), VOCAB_SIZE),
+        (dict(visual_select_layer=-1, hidden_act='relu', bias=not MAY_LACK_BIAS), VOCAB_SIZE),
         (dict(lora=BOTH_LORA), VOCAB_SIZE),
         (dict(lora={'llm': dict(target_modules=['embed_tokens', 'lm_head'], use_dora=True)}), VOCAB_SIZE),
         (dict(), VOCAB_SIZE - 3),
@@ -94,11 +100,7 @@ def test_one_model(options, words, tmp_path):
     model = TinyLlava(tmp_path, **options).eval()
     path, exporter = saved(model, tmp_path / 'hf_model', words=words, llava_format='huggingface')
     assert folders(path) == {'.': ['model.safetensors']}
-    merged = copy.deepcopy(model)
-    for name in options.get('lora', {}):
-        setattr(merged, name, getattr(merged, name).merge_and_unload())
-    expected = merged(*question())
-    torch.testing.assert_close(logits_of(path), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(path), model(*question()), rtol=1e-5, atol=1e-5)
     assert exporter.notes == ()
     assert all('lora_' in name or 'original' in name or 'base_layer' in name for name in exporter.left_out)
 
@@ -111,7 +113,7 @@ def test_new_rows_are_the_mean(bases, tmp_path):
         ('language_model.model.embed_tokens.weight', model.llm.get_input_embeddings().weight),
         ('language_model.lm_head.weight', model.llm.lm_head.weight),
     ):
-        rows = torch.cat([live, live.double().mean(dim=0).float().expand(192 - VOCAB_SIZE, 35)])  # a multiple of 64
+        rows = torch.cat([live, live.double().mean(dim=0).float().expand(192 - VOCAB_SIZE, -1)])  # a multiple of 64
         assert torch.equal(tensors[name], rows.bfloat16())
     assert json.loads((path / 'config.json').read_text())['text_config']['vocab_size'] == 192
     assert assert_loads_clean(path, LlavaForConditionalGeneration).dtype == torch.bfloat16

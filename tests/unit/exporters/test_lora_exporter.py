@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.compare import (
+    assert_loads_clean,
+    assert_same_folder_tensors,
+    folder_tensors,
+    splits_as_the_hub,
+)
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.models.adapted import (
     EXPERTS,
@@ -25,6 +30,7 @@ from tests.helpers.models.adapted import (
     adapted,
     around,
     assert_rounded_once,
+    can_be_made,
     is_known_to_peft,
     merged_by_peft,
     planned,
@@ -41,6 +47,8 @@ from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExp
 
 BF16 = torch.bfloat16
 
+#: With a head of their own, of which the config that peft's merged model saves in transformers 4.39 says nothing.
+UNTIED = ('conv2d', 'untied_by_modules_to_save')
 #: Where peft adds up in another order in fp32: by a convolution, or along the other axis of a transposed weight.
 OTHER_ORDER = ('conv', 'conv_dora', 'conv1d_weights_dora', 'embedding_dora')
 
@@ -67,7 +75,8 @@ def test_adapter_and_merged_model_are_pefts(kind, tmp_path):
         assert_rounded_once(folder_tensors(committed.path), pefts)
     else:
         assert_same_folder_tensors(tmp_path / 'merged', committed.path)
-    assert_same_config(committed.path, tmp_path / 'merged')
+    untied = {} if splits_as_the_hub() or kind not in UNTIED else {'tie_word_embeddings': False}
+    assert_same_config(committed.path, tmp_path / 'merged', **untied)
     for path in (tmp_path / 'merged').glob('generation_config.json'):
         assert json.loads((committed.path / path.name).read_text()) == json.loads(path.read_text())
     assert_loads_clean(committed.path, type(model.get_base_model()))
@@ -134,7 +143,12 @@ def test_shards_are_those_of_the_merged_model_and_memory_is_that_of_one_weight(t
     assert [path.name for path in (tmp_path / 'hf_model/adapter').glob('*.s*')] == ['adapter_model.safetensors']
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').glob('model*')}
     assert len(expected) > 3
-    assert {path.name: path.read_bytes() for path in (tmp_path / 'hf_model').glob('model*')} == expected
+    found = {path.name: path.read_bytes() for path in (tmp_path / 'hf_model').glob('model*')}
+    if splits_as_the_hub():
+        assert found == expected
+    else:  # lm_head, which is larger than a shard may be, gets its number when its predecessor is full
+        found.pop('model.safetensors.index.json'), expected.pop('model.safetensors.index.json')
+        assert sorted(found.values()) == sorted(expected.values())
     groups = [group for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
     assert groups and all(len(group.placements) == 1 and len(group.reads) == 4 for group in groups)
 
@@ -315,6 +329,9 @@ def test_an_inactive_adapter_beside_the_trained_one(others, tmp_path):
     merged_by_peft(model, tmp_path / 'merged')
     both = with_reference(adapted('llama', **options), **others)
     whole = around(llm=both)
+    if any(one.requires_grad for name, one in whole.named_parameters() if 'original_module' in name):  # peft 0.13
+        assert 'outside of the adapter would be lost' in refusal(whole)
+        return
     _, committed = save_folder(whole, tmp_path / 'hf_model', lora='both')
     files = {path.name: path.read_bytes() for path in (tmp_path / 'adapter').iterdir()}
     assert {path.name: path.read_bytes() for path in (committed.path / 'adapter').iterdir()} == files
@@ -387,7 +404,7 @@ UNMERGEABLE = {
 }
 
 
-@pytest.mark.parametrize('kind', UNMERGEABLE)
+@pytest.mark.parametrize('kind', [kind for kind, (lora, _) in UNMERGEABLE.items() if can_be_made('qwen2', **lora)])
 def test_unmergeable(kind, tmp_path):
     lora, reason = UNMERGEABLE[kind]
     model = adapted('qwen2', **lora)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from tests.helpers.checks.converted import (
 )
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import edit_json, save_tokenizer
-from tests.helpers.models.zoo import available
+from tests.helpers.models.model_folder import edit_json, resize_embeddings, save_tokenizer
+from tests.helpers.models.zoo import available, has_class_for
 from xhf_hooks import save_hf
 from xhf_hooks.base_files import PROCESSOR_FILES
 from xhf_hooks.cli.convert import main
+from xhf_hooks.compat.transformers import text_config
 
 WEIGHTS = 'model.safetensors'
 
@@ -94,6 +96,9 @@ def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
         assert written['base_model_name_or_path'] == 'organization/base', 'not the path on this machine'
 
 
+@pytest.mark.skipif(
+    'chat_template' not in signature(transformers.LlavaProcessor).parameters, reason='this processor has no template'
+)
 def test_a_processor_beside_a_checkpoint_comes_before_the_bases(tmp_path):
     """Trainer puts it beside the config: with its own image size, tokens and chat template."""
     base, run = base_of('llava', tmp_path / 'base'), tmp_path / 'run'
@@ -122,7 +127,8 @@ def test_a_processor_beside_a_checkpoint_comes_before_the_bases(tmp_path):
     ('kind', 'labels', 'lora'),
     [
         ('AutoModelForSequenceClassification', 5, dict(task_type='SEQ_CLS')),
-        ('AutoModelForTokenClassification', 5, dict(task_type='TOKEN_CLS')),
+        *[('AutoModelForTokenClassification', 5, dict(task_type='TOKEN_CLS'))]
+        * has_class_for('llama', 'TokenClassification'),
         ('AutoModelForSequenceClassification', 2, dict(task_type=None, modules_to_save=['score'])),
     ],
 )
@@ -140,7 +146,7 @@ def test_classifiers(kind, labels, lora, tmp_path):
 @pytest.mark.parametrize('tied', [False, True])
 def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
     model = from_base(base_of('llama_tied' if tied else 'llama', tmp_path / 'base'))
-    model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+    resize_embeddings(model, model.config.vocab_size + 3)
     model = adapt(model, modules_to_save=['embed_tokens', 'lm_head'])
     whole = checkpoint_of(model, tmp_path / 'run', whole=True)
     assert_converted_as_by_the_hook(whole, model, tmp_path, 'adapter', 'merge')
@@ -157,7 +163,7 @@ def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path
     else:
         base_of(family, tmp_path / 'base')
     model = from_base(tmp_path / 'base')
-    model.resize_token_embeddings(model.config.get_text_config().vocab_size + 3)
+    model.resize_token_embeddings(text_config(model.config).vocab_size + 3)
     save_hf(model, tmp_path / 'hook')
     checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base'), tmp_path / 'hook')

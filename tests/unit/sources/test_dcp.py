@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from tests.helpers.checks.compare import assert_same_tensors
 from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
+from tests.helpers.runs.made_checkpoint import save_dcp
 from tests.helpers.runs.torch_zip import Call
 from xhf_hooks.errors import CheckpointError
 
@@ -26,17 +26,9 @@ WEIGHTS = {
 }
 
 
-def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
-    import torch.distributed.checkpoint as dcp
-
-    alone = {'no_dist': True} if 'no_dist' in signature(dcp.save).parameters else {}  # torch 2.4 and 2.5 see it
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), **alone)
-    return folder
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-    return save({'model': WEIGHTS}, tmp_path_factory.mktemp('dcp') / 'state')
+    return save_dcp({'model': WEIGHTS}, tmp_path_factory.mktemp('dcp') / 'state')
 
 
 @pytest.mark.parametrize('options', [{}, {'single_file_per_rank': False}, {'thread_count': 2}], ids=str)
@@ -49,7 +41,7 @@ def test_gives_back_what_went_in(tmp_path, options, around):
             'optimizer': {'state': {'w': {'exp_avg': torch.ones(2)}}},
             'step': torch.tensor(5),
         }
-    source = open_checkpoint(save(state, tmp_path / 'state', **options))
+    source = open_checkpoint(save_dcp(state, tmp_path / 'state', **options))
     assert_same_tensors(read_all(source), WEIGHTS)
     assert not any(spec.has_master for spec in source.specs())
 
@@ -62,7 +54,7 @@ def test_gives_back_what_went_in(tmp_path, options, around):
 }.values())  # fmt: skip
 def test_is_refused(tmp_path, state, words):
     with pytest.raises(CheckpointError, match=words) as caught:
-        open_checkpoint(save(state, tmp_path / 'state'))
+        open_checkpoint(save_dcp(state, tmp_path / 'state'))
     assert str(tmp_path) in str(caught.value) and '\n' not in str(caught.value)
 
 

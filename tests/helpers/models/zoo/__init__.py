@@ -178,6 +178,11 @@ def available(family: str, models: Models = MODELS) -> bool:
     return models[family][0] in _names()
 
 
+def has_class_for(family: str, task: str, models: Models = MODELS) -> bool:
+    """Tells whether the installed transformers has a class of `family` for a task, such as TokenClassification."""
+    return models[family][0].replace('CausalLM', task) in _names()
+
+
 @cache
 def _names() -> frozenset[str]:
     """What transformers has; looking up a model class would import its whole module."""

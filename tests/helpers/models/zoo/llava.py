@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.zoo import NOISE_STD, VISION_TOWER, build
+from xhf_hooks.compat.transformers import text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +87,8 @@ class TinyLlava(nn.Module):
         self.visual_encoder = CLIPVisionModel.from_pretrained(root / 'clip', torch_dtype=dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            self.projector = ProjectorModel(ProjectorConfig(**projector)).to(dtype)
+            sizes = {'llm_hidden_size': text_config(self.llm.config).hidden_size}
+            self.projector = ProjectorModel(ProjectorConfig(**sizes, **projector)).to(dtype)
         self.visual_select_layer = visual_select_layer
         for name in frozen:
             getattr(self, name).requires_grad_(False)
