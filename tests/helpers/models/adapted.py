@@ -56,10 +56,17 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
     Args:
         dtype: Final dtype of all parameters (DeepSpeed's bf16 casts adapters, too); None does not cast.
     """
+    import peft.utils.constants
     import torch
     from peft import LoraConfig, get_peft_model
 
     options = {'r': 3, 'lora_alpha': 5, 'target_modules': list(ATTENTION), 'task_type': 'CAUSAL_LM', **lora}
+    if options['target_modules'] == 'all-linear' and not hasattr(
+        peft.utils.constants, 'INCLUDE_LINEAR_LAYERS_SHORTHAND'
+    ):
+        head = model.get_output_embeddings()  # peft before 0.8 has no word for all others
+        linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+        options['target_modules'] = sorted({name.rpartition('.')[2] for name in linear})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         adapted = get_peft_model(model, LoraConfig(**options))
