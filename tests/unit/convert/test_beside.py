@@ -295,7 +295,7 @@ def test_a_conversion_does_not_replace_what_another_wrote_meanwhile(base, tmp_pa
 
     monkeypatch.setattr(Conversion, 'run', run_second)
     assert main([*command, '--dtype', 'float32']) == 2
-    assert f'{tmp_path / "out"} exists, since another process has written it' in capsys.readouterr().err
+    assert f'{tmp_path / "out"} exists: another process has written it' in capsys.readouterr().err
     assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'bfloat16'
     convert(*command, '--dtype', 'float32', '--overwrite')
     assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'float32'
