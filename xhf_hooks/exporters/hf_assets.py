@@ -337,7 +337,8 @@ def compare_vocabulary(
             f'embeddings before training (XTuner: give the model its tokenizer)'
         )
     base = base_json(exporter.base_dir, 'config.json')
-    of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
+    of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
+    of_base = base.get('vocab_size', of_text.get('vocab_size'))
     if of_base in (None, embedding_rows, head_rows) or n_tokens >= embedding_rows:
         return []
     is_padded = embedding_rows % _ROWS_MULTIPLE == 0
