@@ -1,4 +1,4 @@
-"""Adapters on parts of a model, of which the run's config alone tells how they were made; below prefixes, as in Sa2VA."""
+"""Adapters on parts of a model below prefixes, as in Sa2VA: the run's config alone tells how they were made."""
 
 from pathlib import Path
 from typing import Any
