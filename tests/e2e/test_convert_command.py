@@ -157,6 +157,45 @@ def test_what_is_killed_halfway_leaves_nothing_under_the_name(trained, tmp_path)
     assert (ended.returncode, leftovers(tmp_path)) == (FAILED, []) and 'interrupted' in ended.stderr
 
 
+# Ends the process where OUT is being replaced, on a file system that cannot exchange two folders, such as NFS.
+BETWEEN_RENAMES = """
+import os, signal, sys
+from xhf_hooks.cli.convert import main
+from xhf_hooks.places import checkpoint_folder
+
+rename = os.rename
+
+def renamed(old, new):
+    if 'staging' in str(old) and str(new) == sys.argv[3]:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    rename(old, new)
+
+checkpoint_folder.exchange = lambda one, other: False
+os.rename = renamed
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize('how', ['SIGKILL', 'SIGTERM'])
+def test_what_was_there_comes_back_if_its_replacement_is_killed(trained, tmp_path, capsys, how):
+    """Without --overwrite. The output of the killed process is complete, and had the user's leave to replace it."""
+    out = tmp_path / 'out'
+    arguments = [str(trained / 'iter_7.pth'), str(out)]
+    assert main([*arguments, '--dtype', 'float16']) == DONE
+    before = folder_tensors(out)
+    (ended,) = run_program(BETWEEN_RENAMES, how, *arguments, '--overwrite')
+    capsys.readouterr()
+    if how == 'SIGTERM':  # it puts things back first
+        assert (ended.returncode, leftovers(tmp_path)) == (FAILED, ['out'])
+    else:
+        assert ended.returncode == -signal.SIGKILL and not out.exists()
+        assert main(arguments) == BAD_INPUT
+        assert f'{out} exists: another process has written it' in errors(capsys)
+        assert leftovers(tmp_path) == ['out', 'out_iter_7']
+    earlier = folder_tensors(out if how == 'SIGTERM' else tmp_path / 'out_iter_7')
+    assert earlier.keys() == before.keys() and all(torch.equal(earlier[name], before[name]) for name in before)
+
+
 def fail(self, data, offset):
     raise OSError(28, 'No space left on device')
 

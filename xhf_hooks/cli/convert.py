@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         usage='%(prog)s CHECKPOINT OUT [options]',
         examples=_EXAMPLES,
         description='Convert the checkpoint of a finished run into a Hugging Face folder. Runs no code from it.',
-        epilog='Exit status: 0 done, 1 failed, 2 bad input. A conversion that fails or is killed leaves no OUT.',
+        epilog='Exit status: 0 done, 1 failed, 2 bad input. A conversion that fails or is killed leaves OUT as it was.',
     )
     parser.add_argument(
         'checkpoint',
@@ -101,8 +101,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
-    args = parse_args(argv)
     try:
+        args = parse_args(argv)  # on Windows, --base lacks a module
         require_packages('torch', 'transformers')
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: staging is removed
         if not args.json:

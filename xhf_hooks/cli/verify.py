@@ -76,8 +76,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
-    args = parse_args(argv)
     try:
+        args = parse_args(argv)  # on Windows, --base lacks a module
         require_packages('torch', 'transformers')
         with redirect_stdout(sys.stderr):  # standard output is for the result alone
             is_good, result = _check(args) if args.b is None else _compare(args)

@@ -313,8 +313,14 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
-def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, exporter: Exporter) -> list[str]:
+def compare_vocabulary(
+    tokenizer: Any | None, embedding_rows: int | None, head_rows: int | None, exporter: Exporter
+) -> list[str]:
     """Compare the number of tokens with that of embeddings, and return warnings. Runs on: rank 0.
+
+    Args:
+        embedding_rows: Rows of the input embedding. Mllama has some more than its vocabulary, for images.
+        head_rows: Rows of the language-modelling head; None if there is none.
 
     Raises:
         ModelError: There are more tokens than embeddings. Not for one like the base's own: some bases have more, such
@@ -331,8 +337,9 @@ def compare_vocabulary(tokenizer: Any | None, embedding_rows: int | None, export
             f'embeddings before training (XTuner: give the model its tokenizer)'
         )
     base = base_json(exporter.base_dir, 'config.json')
-    of_base = base.get('vocab_size', base.get('text_config', {}).get('vocab_size'))
-    if of_base in (None, embedding_rows) or n_tokens >= embedding_rows:
+    of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
+    of_base = base.get('vocab_size', of_text.get('vocab_size'))
+    if of_base in (None, embedding_rows, head_rows) or n_tokens >= embedding_rows:
         return []
     is_padded = embedding_rows % _ROWS_MULTIPLE == 0
     if is_padded and not n_tokens <= of_base < embedding_rows:

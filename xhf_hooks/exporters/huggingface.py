@@ -207,7 +207,8 @@ class HuggingFaceExporter(Exporter):
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         rows = max((weight.shape[0] for weight in token_embeddings(self._reference)), default=None)
-        warnings = hf_assets.compare_vocabulary(tokenizer, rows, self)
+        head = output_embedding(self._reference)
+        warnings = hf_assets.compare_vocabulary(tokenizer, rows, None if head is None else head.shape[0], self)
         warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
         warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
         if self._missing is None:  # reading the headers of a large base takes a second

@@ -27,7 +27,7 @@ from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
 from xhf_hooks.format.text import counted, error_text
-from xhf_hooks.model import model_class, module_tensors, token_embeddings, without_wrappers
+from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
@@ -101,7 +101,8 @@ class AdapterExporter(Exporter):
         self._peft_model = peft_model
         self._adapter = adapter
         self._model = peft_model.get_base_model()
-        self._embedding_rows: int | None = None  # known after entries()
+        self._embedding_rows: int | None = None  # known after entries(), as is the next
+        self._head_rows: int | None = None
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         # peft uses module paths, and FSDP1 adds components to them
@@ -112,9 +113,11 @@ class AdapterExporter(Exporter):
         found = found_by_adapter[self._adapter]
         read = {spec.name for spec in found.values()}
         read_by_all = {spec.name for one in found_by_adapter.values() for spec in one.values()}
-        tensors, embeddings = module_tensors(self._peft_model), set(map(id, token_embeddings(self._model)))
-        rows = (own[name].shape[0] for name, tensor in tensors if id(tensor) in embeddings and name in own)
-        self._embedding_rows = max(rows, default=None)
+        tensors = module_tensors(self._peft_model)
+        rows = {id(tensor): own[name].shape[0] for name, tensor in tensors if name in own and own[name].shape}
+        embeddings = (rows[id(tensor)] for tensor in token_embeddings(self._model) if id(tensor) in rows)
+        self._embedding_rows = max(embeddings, default=None)
+        self._head_rows = rows.get(id(output_embedding(self._model)))
         trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read_by_all
         if lost:
@@ -182,7 +185,7 @@ class AdapterExporter(Exporter):
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
-        warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self)
+        warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self._head_rows, self)
         if tokenizer is not None:
             warnings += write_tokenizer(folder, tokenizer, self.base_dir)
         warnings += _warn_of_edited_base(config)

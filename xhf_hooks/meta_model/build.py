@@ -24,8 +24,10 @@ from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.beside import ADAPTER_CONFIG, adapter_folder, config_folder, folder_beside
 from xhf_hooks.meta_model.meta_model import MetaModel
+from xhf_hooks.meta_model.nested_adapters import adapt_parts
 from xhf_hooks.meta_model.placing import below, find_class, has_other_tensors, place
 from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
+from xhf_hooks.meta_model.stored_names import without_adapters
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
@@ -72,7 +74,7 @@ def build_meta_model(
         if config is not None and config.model is not None and _is_xtuners(config.model):
             _build_xtuners(meta_model, config.model, config.where, base)
         elif base is not None or folder is not None:
-            _build_of_transformers(meta_model, found, base)
+            _build_of_transformers(meta_model, found, base, config)
             if config is not None and config.model is not None:
                 _freeze(meta_model.module, config.model)
         else:
@@ -126,24 +128,30 @@ def _child_of_xtuners(
     return meta_model.built(folder, config, auto_class)
 
 
-def _build_of_transformers(meta_model: MetaModel, found: FoundCheckpoint, given: str | None) -> None:
+def _build_of_transformers(
+    meta_model: MetaModel, found: FoundCheckpoint, given: str | None, of_run: RunConfig | None
+) -> None:
     """The config of the model, or of its adapter, is beside the checkpoint, or in the given folder.
 
-    An adapter's config beside the checkpoint of a model without one is of another run.
+    An adapter's config beside the checkpoint of a model without one is of another run. Without one, the run's own
+    config may tell how the adapters were made.
     """
     is_adapter = any('lora_' in name for name in meta_model.shapes)
-    beside, of_run = adapter_folder(found), config_folder(found)
+    beside, beside_config = adapter_folder(found), config_folder(found)
     of_given = base_file(given or '', ADAPTER_CONFIG)
     adapter = of_given
-    if adapter is None and beside is not None and (is_adapter or (given is None and of_run is None)):
+    if adapter is None and beside is not None and (is_adapter or (given is None and beside_config is None)):
         adapter = beside / ADAPTER_CONFIG
-    base = given or str(of_run)
+    base = given or str(beside_config)
     if adapter is None:
         meta_model.described_by = base
         of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, of_run, of_base, base, given) or of_base
+        config = _config_of_run(meta_model, beside_config, of_base, base, given) or of_base
         model: nn.Module = _built_as_trained(meta_model, base, config, of_base)
         _take_generation_config(meta_model, model, found, given)
+        if is_adapter:
+            prefix = meta_model.find_prefix(model, base).removesuffix('base_model.model.')
+            model = adapt_parts(model, of_run, meta_model.stored, prefix)
     else:
         lora = transformers_model.adapter_config_in(adapter.parent)
         if given is None or of_given is not None:
@@ -152,7 +160,7 @@ def _build_of_transformers(meta_model: MetaModel, found: FoundCheckpoint, given:
             raise BaseModelError(f'{adapter} has no base_model_name_or_path; set it to the base model')
         meta_model.described_by = f'{adapter} and {base}'
         of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, of_run, of_base, base, given)
+        config = _config_of_run(meta_model, beside_config, of_base, base, given)
         meta_model.has_config_of_base = config is None
         config = config or of_base
         model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config), of_base)
@@ -171,7 +179,7 @@ def _built_as_trained(
     for_other_class, notes = copy.deepcopy(config), [*meta_model.notes]
     model = meta_model.built(base, config, kind, of_base)
     try:
-        inside = below(meta_model.find_prefix(model, base), meta_model.stored)
+        inside = without_adapters(below(meta_model.find_prefix(model, base), meta_model.stored))
     except BaseModelError:  # no tensor has a name of this class
         inside = {}
     if inside and transformers_model.untie_embeddings(config, model, inside):
@@ -297,8 +305,18 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """Freeze the parts that XTuner's LLaVAModel and InternVL_V1_5 freeze; adapters stay trainable."""
+    """Freeze the parts that XTuner's LLaVAModel and InternVL_V1_5 freeze; adapters stay trainable.
+
+    Models around them, such as Sa2VA's, have their config under the name of the part.
+    """
     for option, names in _FROZEN_BY.items():
         for path, parameter in module.named_parameters() if model.get(option) is True else ():
             if not names.isdisjoint(path.split('.')[:2]):
-                parameter.requires_grad_('lora_' in path)
+                parameter.requires_grad_(_is_trained_with_adapter(path))
+    for name, part in module.named_children():
+        if isinstance(model.get(name), Mapping):
+            _freeze(part, model[name])
+
+
+def _is_trained_with_adapter(path: str) -> bool:
+    return 'lora_' in path or '.modules_to_save.' in path

@@ -178,7 +178,10 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
     if lost := [name for name in unexpected if name.startswith(inside)]:
         told = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
         if any(is_of_adapter(name) for name in lost) and not adapters_in(meta_model.module):
-            raise BaseModelError(f"{told}; they are of peft: --base has to name a folder with the adapter's config")
+            raise BaseModelError(
+                f'{told}; they are of peft: --base has to name a folder with the adapter_config.json, or --config a '
+                f'config with the LoraConfig of the run'
+            )
         raise BaseModelError(f'{told}; {_REMEDY}{other_version_remedy([base.model for base in meta_model.bases])}')
     if unexpected:
         return [f'{counted(len(unexpected), "tensor")} of the checkpoint not in the model: {some(unexpected)}']

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,15 +14,12 @@ from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.older_names import load_checkpoint
-from xhf_hooks.meta_model.stored_names import is_of_adapter
+from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-#: As many names are looked for: enough to tell, and few enough for checkpoints of 20,000 tensors.
-_N_NAMES = 50
 
 
 def find_prefix(
@@ -40,7 +38,8 @@ def find_prefix(
         OptionError: It has several of them, and the option does not choose one.
     """
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
-    counts = _count_prefixes(own, stored) or _count_prefixes(names_in_files, stored)
+    counts = _count_prefixes(own, stored) or _count_prefixes(own, [name_in_base(name) for name in stored])
+    counts = counts or _count_prefixes(names_in_files, stored)
     if not counts:
         remedy = f'--base has to name the model that was trained{transformers_model.other_version_remedy([model])}'
         if any(map(is_of_adapter, stored)) and not hasattr(model, 'peft_config'):
@@ -64,9 +63,13 @@ def find_prefix(
     return chosen[0]
 
 
-def _count_prefixes(own: Sequence[str], stored: Collection[str]) -> Counter[str]:
-    pairs = ((name, there) for name in own[:_N_NAMES] for there in stored)
-    return Counter(there.removesuffix(name) for name, there in pairs if f'.{there}'.endswith(f'.{name}'))
+def _count_prefixes(own: Collection[str], stored: Iterable[str]) -> Counter[str]:
+    """How many of a model's names are in the checkpoint, by what stands before them there."""
+    names, counts = set(own), Counter[str]()
+    for there in stored:
+        starts = (0, *(match.end() for match in re.finditer(r'\.', there)))
+        counts.update(there[:start] for start in starts if there[start:] in names)
+    return counts
 
 
 def below(prefix: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

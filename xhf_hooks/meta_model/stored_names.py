@@ -6,7 +6,7 @@ Nothing here depends on the model. What an older transformers called its tensors
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from xhf_hooks.errors import CheckpointError, ConfigError
@@ -27,7 +27,9 @@ _OF_QUANTIZER = re.compile(
     r'(.+)\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)|(.+\.)(?:SCB|weight_format)'
 )
 #: What peft adds to the names of tensors that it wraps.
-_OF_PEFT = re.compile(r'(?<=\.)(?:base_layer|original_module|token_adapter|modules_to_save\.[^.]+)\.')
+_OF_PEFT = re.compile(
+    r'(?<=\.)(?:base_layer|original_module|token_adapter|modules_to_save\.[^.]+)\.|(?:(?<=\.)|^)base_model\.model\.'
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ def name_as_in_model(
 def name_in_base(name: str) -> str:
     """The name that a tensor has without peft's modules around its own."""
     return _OF_PEFT.sub('', name)
+
+
+def without_adapters(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """A model's own tensors, without those that adapters add, by the names that they have without peft.
+
+    Of a module that peft copied, the trained copy is the model's own.
+    """
+    copied = {name_in_base(name) for name in stored if '.modules_to_save.' in name}
+    found = {}
+    for name, tensor in stored.items():
+        plain = name_in_base(name)
+        if '.modules_to_save.' in name or (plain not in copied and not is_of_adapter(name)):
+            found[plain] = tensor
+    return found
 
 
 def is_of_adapter(name: str) -> bool:

@@ -18,7 +18,7 @@ from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.text import error_text
 from xhf_hooks.meta_model.stored_names import name_in_base
-from xhf_hooks.model import input_embedding, names_by_identity, output_embedding
+from xhf_hooks.model import input_embedding, names_by_identity, output_embedding, token_embeddings
 from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 
 if TYPE_CHECKING:
@@ -202,6 +202,8 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     """
     trained = {f'.{name_in_base(name)}': shape for name, shape in shapes.items()}
     embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
+    if embedding is None and len(token_embeddings(model)) == 1:  # custom code that does not say which
+        embedding = token_embeddings(model)[0]
     has_edited = False
     for tensor, names in names_by_identity(model):
         rows, row = tensor.shape[:1], tensor.shape[1:]
@@ -261,6 +263,9 @@ def untie_embeddings(config: PretrainedConfig, model: PreTrainedModel, stored: M
 def _change_vocabulary(config: PretrainedConfig, n_more: int) -> None:
     """Encoder and decoder may have fields of their own for the vocabulary that they share, as in Marian."""
     text = text_config(config)
+    parts = [part for part in vars(config).values() if hasattr(part, 'model_type') and hasattr(part, 'vocab_size')]
+    if not hasattr(text, 'vocab_size') and len(parts) == 1:  # of custom code: InternVL's llm_config
+        text = parts[0]
     size = getattr(text, 'vocab_size', None)
     if type(size) is int:
         others = [name for name, value in vars(text).items() if name.endswith('_vocab_size') and value == size]

@@ -101,7 +101,7 @@ class CheckpointFolder:
 
         Args:
             bases: Folders of models that the run starts from, which are neither replaced nor deleted.
-            may_replace: Whether saves may replace one that is there before them.
+            may_replace: Whether saves may replace one that is there before them, or that a killed process had there.
 
         Raises:
             TargetError: It is not writable, is in use by another run, or holds foreign files, one of the bases or a
@@ -109,10 +109,14 @@ class CheckpointFolder:
         """
         self._take_lock()
         try:
-            if self._require_ours() is not None and not may_replace:
-                raise TargetError(f'{self.path} exists, since another process has written it; {self.elsewhere} another')
+            self._require_ours()
             self._refuse_bases(bases)
             self.recover()
+            if not may_replace and self._require_ours() is not None:
+                raise TargetError(
+                    f'{self.path} exists: another process has written it, and may have been killed after that; '
+                    f'{self.elsewhere} another folder, or add --overwrite'
+                )
         except BaseException:
             self.release()
             raise
@@ -325,12 +329,13 @@ class CheckpointFolder:
         os.rename(self.path, previous)
         try:
             os.rename(new, self.path)
-        except OSError as error:
-            self._put_back(previous, error)
+        except BaseException as error:  # KeyboardInterrupt, too
+            if look_up(self.path) is None:
+                self._put_back(previous, error)
             raise
         return previous
 
-    def _put_back(self, previous: Path, error: OSError) -> None:
+    def _put_back(self, previous: Path, error: BaseException) -> None:
         try:
             os.rename(previous, self.path)
         except OSError as second:

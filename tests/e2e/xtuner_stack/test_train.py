@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,12 +44,10 @@ from tests.e2e.xtuner_stack.launches import (
     saves_in,
 )
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
-from tests.helpers.checks.converted import assert_same_files, convert
+from tests.helpers.checks.converted import assert_same_files, config_of, convert
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import MODELS
 from tests.helpers.ranks.launch import REPO_ROOT
-from xhf_hooks.cli.convert import BAD_INPUT
-from xhf_hooks.cli.convert import main as convert_command
 
 ADAPTERS = (LORA, QLORA)
 ADAPTERS = tuple(name for name in ADAPTERS if name in RUNS)
@@ -137,10 +136,14 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
     assert model.config.llm_config.vocab_size == len(head)
-    # What the adapter saves whole lies beside the base's weights, which the converter cannot know: it says so
-    options = ['--base', 'internvl', '--trust-remote-code']
-    assert convert_command([str(work_dir), str(tmp_path / 'converted'), *options]) == BAD_INPUT
-    assert 'modules_to_save' in capsys.readouterr().err
+    # The checkpoint alone says as much, but for the tokens, which the class added
+    shutil.copytree(work_dir, tmp_path / 'run', ignore=shutil.ignore_patterns('hf_model'))
+    converted = convert(tmp_path / 'run', tmp_path / 'converted', '--base', 'internvl', '--trust-remote-code')
+    assert_same_folder_tensors(converted, folder)
+    assert config_of(converted) == config_of(folder)
+    told = capsys.readouterr().err
+    assert 'text_hidden_fcs' in told
+    assert f'the tokenizer has 131 tokens, but the embeddings were resized from 131 to {len(head)} rows' in told
 
 
 def test_zero3_partitioned_what_was_saved(runs):

@@ -61,10 +61,12 @@ def test_a_mac_converts_and_verifies(folder):
     assert run(MAC, 'verify', folder / 'mac', folder / 'linux').stdout.splitlines()[-1].startswith('identical: 21 ')
 
 
+@pytest.mark.parametrize('has_base', [False, True])
 @pytest.mark.parametrize('command', ['convert', 'verify'])
-def test_windows_is_refused_in_one_line(folder, command):
+def test_windows_is_refused_in_one_line(folder, command, has_base):
     out = [] if command == 'verify' else [folder / 'out']
-    done = run(WINDOWS, command, folder / 'base', *out)
+    base = ['--base', folder / 'base'] if has_base else []
+    done = run(WINDOWS, command, folder / 'base', *out, *base)
     expected = f'xhf-{command}: needs Linux or macOS: Python on {sys.platform} has no module resource\n'
     assert (done.stdout, done.stderr) == ('', expected)
     assert done.returncode == {'convert': 1, 'verify': 2}[command]

@@ -296,7 +296,7 @@ def test_a_conversion_does_not_replace_what_another_wrote_meanwhile(base, tmp_pa
 
     monkeypatch.setattr(Conversion, 'run', run_second)
     assert main([*command, '--dtype', 'float32']) == 2
-    assert f'{tmp_path / "out"} exists, since another process has written it' in capsys.readouterr().err
+    assert f'{tmp_path / "out"} exists: another process has written it' in capsys.readouterr().err
     assert dtype_in(tmp_path / 'out') == 'bfloat16'
     convert(*command, '--dtype', 'float32', '--overwrite')
     assert dtype_in(tmp_path / 'out') == 'float32'

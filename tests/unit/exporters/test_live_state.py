@@ -17,6 +17,7 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from tests.helpers.models.adapted import adapted, around, planned
+from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import MODELS, available, build
 from tests.helpers.runs.engines import iteration, make_saver
@@ -151,6 +152,19 @@ def test_padded_embeddings_are_right(rows, llama, tmp_path):
     resize_embeddings(llama, rows)
     (tmp_path / 'found').mkdir()
     assert planned(llama).write_hf_assets(tmp_path / 'found', tokenizer, ()) == []
+
+
+@pytest.mark.parametrize('lora', [None, 'adapter'])
+def test_embeddings_of_images_beside_those_of_tokens(lora, tmp_path):
+    """Llama 3.2 Vision has 8 rows more than vocab_size, of which its tokenizer names one; its head has none of them."""
+    model = with_base(build('mllama', models=FAMILIES), tmp_path / 'base')
+    rows = model.config.text_config.vocab_size
+    save_tokenizer(tmp_path / 'base', rows + 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'base')
+    assert model.get_input_embeddings().weight.shape[0] > len(tokenizer) > rows
+    whole = model if lora is None else get_peft_model(model, LoraConfig(target_modules=['q_proj']))
+    warnings = planned(whole, **({} if lora is None else {'lora': lora})).write_hf_assets(tmp_path, tokenizer, ())
+    assert [warning for warning in warnings if 'embeddings' in warning] == []
 
 
 # What has no place in the folder
