@@ -99,10 +99,26 @@ def requested(run: Run) -> None:
 def handled(run: Run) -> None:
     """The user's handler lets training go on: later saves are waited for, too."""
     os.kill(os.getpid(), signal.SIGTERM)
+    run.saves.look()  # returns when the handler has been called
     run.ends.clear()
-    run.saves.look()
     run.save(STEP + 1)
     raise RuntimeError('training failed')
+
+
+class Interrupted(logging.StreamHandler):
+    """A signal comes while a line of the user is written: the main thread has the lock of this handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() == 'a line of the user':
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().emit(record)
+
+
+def in_a_log_handler(run: Run) -> None:
+    """The save that is awaited needs the lock that the interrupted code holds."""
+    logging.root.handlers[:] = [Interrupted(sys.stdout)]
+    logging.root.handlers[0].setFormatter(logging.Formatter('%(levelname)s %(message)s'))
+    logging.info('a line of the user')
 
 
 def forgotten(run: Run) -> None:
@@ -179,6 +195,7 @@ WAYS: dict[str, tuple[Callable[[Run], None], int]] = {
     'sys_exit': (lambda run: sys.exit(3), 3),
     'ctrl_c': (lambda run: os.kill(os.getpid(), signal.SIGINT), 1),
     'sigterm': (lambda run: os.kill(os.getpid(), signal.SIGTERM), -signal.SIGTERM),
+    'in_a_log_handler': (in_a_log_handler, -signal.SIGTERM),
     'sighup': (lambda run: os.kill(os.getpid(), signal.SIGHUP), -signal.SIGHUP),
     'sigxcpu': (lambda run: os.kill(os.getpid(), signal.SIGXCPU), -signal.SIGXCPU),
     'requested': (requested, -signal.SIGHUP),

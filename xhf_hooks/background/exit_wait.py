@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401
+import contextlib
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from xhf_hooks.background.listeners import poll
 
 #: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
 #: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
@@ -23,6 +27,11 @@ class ExitWait:
     ``--shutdown-timeout``). Python handles signals in the main thread, so they are handled only if hooks run there. A
     signal that is ignored (``nohup``) stays ignored.
 
+    A handler may interrupt the main thread while that holds a lock which the awaited work needs: to log a line, the
+    lock of a log handler. So the handler does not wait: a thread does, and then sends the signal to the main thread
+    once more, where it takes effect. Until then training goes on, at most to the end of its iteration
+    (:meth:`pause_if_ending`).
+
     Args:
         end: Called when the process is sure to end.
         wait: Called before a handler of the user, which may let training go on.
@@ -32,35 +41,69 @@ class ExitWait:
         self._end = end
         self._wait = wait
         self._is_open = True
+        self._process = os.getpid()
         self._thread = threading.current_thread()
         self._previous: dict[int, Any] = {}
+        self._pending: int | None = None  # the signal that takes effect after the wait
+        self._has_waited = False
+        self._wake: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # handlers may put into it; None: end
         if self._thread is threading.main_thread():
+            # Started now: no thread can be started while the process exits
+            threading.Thread(target=self._wait_for_signals, name='xhf-ExitWait', daemon=True).start()
             for number in _ENDING_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._on_signal)
         _before_exit(self._at_exit)
 
     def close(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers. A signal that came before takes effect yet."""
         self._is_open = False
         self._end = self._wait = lambda: None  # the interpreter keeps this object
+        if os.getpid() == self._process:
+            self._wake.put(None)
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
+    def pause_if_ending(self) -> None:
+        """Wait until a signal that has come takes effect. Runs on: the main thread, not in a handler."""
+        poll(lambda: self._pending is None or os.getpid() != self._process)
+
+    def wait_for_effect_of(self, number: int) -> None:
+        """Wait now, so that the signal can take effect at once. Runs on: the main thread, not in a handler."""
+        if number in self._previous:
+            self._wait_before(number)
+            self._has_waited = True
+
+    def _wait_before(self, number: int) -> None:
+        (self._wait if callable(self._previous[number]) else self._end)()
+
+    def _wait_for_signals(self) -> None:
+        while (number := self._wake.get()) is not None:
+            with contextlib.suppress(Exception):
+                self._wait_before(number)
+            self._has_waited = True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
     def _at_exit(self) -> None:
         if self._is_open and not self._thread.daemon and self._thread is not threading.current_thread():
             self._thread.join()  # it still trains; the interpreter would wait for it next
         self._end()
+        if self._is_open:
+            self.pause_if_ending()  # the exit status is that of the signal
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_open and not self._has_waited and os.getpid() == self._process:
+            if self._pending is None:
+                self._pending = number
+                self._wake.put(number)
+            return
+        self._has_waited, self._pending = False, None
         previous = self._previous[number]
         if callable(previous):
-            self._wait()
             previous(number, frame)
         else:
-            self._end()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -122,10 +122,12 @@ class Listeners:
         self._most_secs = most_secs
         self._process = os.getpid()
         self._deadline: float | None = None
+        self._given_up: set[str] = set()  # names of listeners that have been told not to have finished
 
     def renew(self) -> None:
         """A save begins: what follows may take as long as allowed."""
         self._deadline = None
+        self._given_up.clear()
 
     def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Tell each listener of a committed save. Runs on: all ranks."""
@@ -148,7 +150,8 @@ class Listeners:
             if not listener.wait(min(secs, left_secs)):
                 if secs < left_secs:
                     return False
-                if left_secs:  # else it has been said
+                if listener.name not in self._given_up:
+                    self._given_up.add(listener.name)
                     left = '; '.join(listener.left())
                     self._log.warning(
                         f'{listener.name}: not finished within exit_wait_secs={self._most_secs:g} s: {left}'

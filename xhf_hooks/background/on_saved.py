@@ -40,12 +40,14 @@ _OOM_SCORE = 500
 #: Of the output; the result is in its last lines.
 _MOST_READ_NBYTES = 2**20
 _PLACEHOLDER = re.compile(r'\{(path|step|label|output)\}')
-#: Variables that torchrun, deepspeed, accelerate, MPI and SLURM's srun set for a rank. A program that finds them would
-#: act as a rank and wait for the others.
+#: Variables that torchrun, deepspeed, accelerate, MPI and SLURM's srun set for a rank, and those that tell a launcher
+#: which nodes there are (torchrun's own PET_*, which Kubeflow sets; those that XTuner and ms-swift read). A program that
+#: finds them would act as a rank, and a launcher as a node of the training, and wait for the others.
 _OF_A_RANK = re.compile(
-    r'(RANK|WORLD_SIZE|NODE_RANK|CROSS_(RANK|SIZE)|MASTER_(ADDR|PORT)|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING'
-    r'|(LOCAL|GROUP|ROLE)_(RANK|NAME|SIZE|WORLD_SIZE)|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_NUM_TASKS)'
-    r'|(TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2_COMM|PALS)_.*)'
+    r'(RANK|WORLD_SIZE|CROSS_(RANK|SIZE)|(MASTER_)?(ADDR|PORT)|NNODES|NODE_RANK|NPROC(_PER_NODE)?'
+    r'|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING|(LOCAL|GROUP|ROLE)_(RANK|NAME|SIZE|WORLD_SIZE)'
+    r'|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_NUM_TASKS)|MPI_LOCAL(NRANKS|RANKID)'
+    r'|(PET|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2_COMM|PALS)_.*)'
 )
 
 

@@ -55,9 +55,9 @@ class SaveRequests:
             raise
 
     @property
-    def must_end(self) -> bool:
-        """Whether a signal to this rank will end the process after the save."""
-        return self._ending is not None
+    def ending_signal(self) -> signal.Signals | None:
+        """The signal to this rank that will end the process after the save, if any."""
+        return self._ending
 
     def is_due(self, *, at_once: bool = False) -> bool:
         """Whether all ranks save now. Runs on: all ranks, at the end of each iteration.

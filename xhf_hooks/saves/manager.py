@@ -9,7 +9,8 @@ then; ``close()`` of hook or callback;   :meth:`CheckpointManager.close`: this r
 the next run of this process             commands, releases folders and process groups
 the interpreter exits, whatever ended    :meth:`.Listeners.close`: this rank waits for saves and uploads, ends commands;
 training (Ctrl-C and sys.exit, too)      before other exit handlers (:class:`.ExitWait`)
-SIGTERM, SIGHUP, SIGXCPU                 the same, then the process ends; if the user handles the signal,
+SIGTERM, SIGHUP, SIGXCPU                 the same in a thread, while training pauses at the end of its iteration; then
+                                         the process ends; if the user handles the signal,
                                          :meth:`.Listeners.wait_before_exit`, then the user's handler
 a signal of ``save_on_signal``           a save; then, except after SIGUSR1 and SIGUSR2, as without that option
 garbage collection of the run            folders are released, commands end; uploads go on, and exit waits for them
@@ -116,6 +117,7 @@ class CheckpointManager:
         self._uploads: Uploads | None = None
         self._on_saved: OnSaved | None = None
         self._requests: SaveRequests | None = None
+        self._exit_wait: ExitWait | None = None
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         self._open_run = OpenRun(run, self._places, self.close)
@@ -177,7 +179,8 @@ class CheckpointManager:
     def _watch_for_ends(self, ending: ExitStack) -> None:
         """Handle exits and signals from now on."""
         if self._listeners.each:
-            ending.callback(ExitWait(self._listeners.close, self._listeners.wait_before_exit).close)
+            self._exit_wait = ExitWait(self._listeners.close, self._listeners.wait_before_exit)
+            ending.callback(self._exit_wait.close)
         if self._options.save_on_signal:
             self._requests = SaveRequests(self.log, self._options.save_on_signal)
             ending.callback(self._requests.close)
@@ -201,6 +204,7 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
+        self._pause_if_ending()
         target = target or self.newest
         committed = None
         try:
@@ -237,8 +241,10 @@ class CheckpointManager:
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
         if self.saved_at != step.iteration:
             self.save(step)
-        if requests.must_end:
+        if requests.ending_signal is not None:
             self.collect()
+            if self._exit_wait is not None:
+                self._exit_wait.wait_for_effect_of(requests.ending_signal)
             requests.end_process()
 
     def look(self) -> None:
@@ -250,6 +256,7 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
+        self._pause_if_ending()
         if self._saving is not None and self._saving.done():
             is_alone = self._options.on_error != 'raise' or self.collective.world_size == 1
             if self._saving.exception() is None or is_alone:
@@ -356,6 +363,11 @@ class CheckpointManager:
         self._ending.close()
         if self._requests is not None:
             self._requests.end_process()
+
+    def _pause_if_ending(self) -> None:
+        """Go no further in training once a signal has come that ends the process after the work beside training."""
+        if self._exit_wait is not None:
+            self._exit_wait.pause_if_ending()
 
     @property
     def _still_there(self) -> str:

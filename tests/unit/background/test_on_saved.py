@@ -164,6 +164,9 @@ def test_placeholders():
 def test_a_command_is_no_rank(run_of, monkeypatch):
     of_a_rank = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID']
     of_a_rank += ['ACCELERATE_USE_DEEPSPEED', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'SLURM_PROCID', 'GROUP_RANK']
+    # What makes a launcher in the command a node of the training: Kubeflow's, XTuner's and ms-swift's
+    of_a_rank += ['PET_NNODES', 'PET_NODE_RANK', 'PET_NPROC_PER_NODE', 'PET_RDZV_ENDPOINT', 'PET_MASTER_ADDR']
+    of_a_rank += ['NNODES', 'NODE_RANK', 'NPROC_PER_NODE', 'ADDR', 'PORT', 'MPI_LOCALRANKID', 'MPI_LOCALNRANKS']
     for name in (*of_a_rank, 'CUDA_VISIBLE_DEVICES', 'RANKING'):
         monkeypatch.setenv(name, '7')
     run = run_of(python('import os, json; print(json.dumps({n: 1 for n, v in os.environ.items() if v == "7"}))'))

@@ -32,7 +32,7 @@ def test_training_goes_on_after_sigusr2(own_handler):
     requests = requests_of('SIGUSR2')
     assert not requests.is_due(at_once=True)
     signal.raise_signal(signal.SIGUSR2)
-    assert len(called) == own_handler and not requests.must_end
+    assert len(called) == own_handler and requests.ending_signal is None
     assert [requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
     requests.close()
     assert signal.getsignal(signal.SIGUSR2) is before

@@ -12,7 +12,9 @@ import pytest
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.errors import AgreedError, TargetError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.saves.manager import CheckpointManager
@@ -144,6 +146,24 @@ def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
         run.begin(folder, upload_to=elsewhere).close()
     one.close()
     run.begin(tmp_path / 'two' / 'hf_model', upload_to=url)
+
+
+@pytest.mark.parametrize('exit_wait_secs', [0, 0.2])
+def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp_path, caplog, monkeypatch):
+    may_end, write = threading.Event(), OutputFile.write
+    monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
+    monkeypatch.setattr(Uploads, 'handle', lambda *args: may_end.wait(HANG_SECS))
+    more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
+    saves = Run().begin(tmp_path / 'hf_model', **more)
+    uploads = next(listener for listener in saves._listeners.each if listener.name == 'uploads')
+    uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path, 'run'))
+    saves.save(iteration(2))
+    for _ in range(2):
+        saves._listeners.wait_before_exit()
+    told = [record.getMessage() for record in caplog.records if 'not finished' in record.getMessage()]
+    may_end.set()
+    limit = f'not finished within exit_wait_secs={exit_wait_secs:g} s'
+    assert told == [f'test: a save in the background: {limit}: iter_2', f'test: uploads: {limit}: hf_model, iter_1']
 
 
 def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
