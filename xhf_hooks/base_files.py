@@ -1,13 +1,21 @@
-"""The base model: its files, in its folder or in the local hub cache, and whether its code is custom. Never online."""
+"""The base model: its files, in its folder or in the local hub cache, and whether its code is custom. Never online.
+
+A run may leave the working folder that the base's relative path begins in (hydra, a reward's code), and the base may be
+gone by the next save (a cache that is cleaned). So a trained model keeps what was found of its base: a :class:`Base`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
@@ -36,15 +44,84 @@ MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_te
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
 #: Names that code mentions without reading the file from its own folder.
 _NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
+#: Files that show that a folder holds a model.
+_CONFIGS = ('config.json', 'adapter_config.json')
 
 
-def base_dir_of(model: PreTrainedModel) -> str:
+class Base(str):
+    """The name of a base, which stays what messages and ``from_pretrained`` call it, with what was found of it.
+
+    Attributes:
+        folder: The absolute path of its folder, in the hub cache if the name is one of the Hub; None if there is none.
+        is_path: Whether the name is not one of the Hub, so that only a working folder makes it the path of the folder.
+        n_tokens: The number of tokens of its tokenizer; None if nobody has asked.
+        contents: What was read, by the name of the file, and whether that lies in the base.
+        code: What :func:`read_base_code` returned, by what it was asked for.
+    """
+
+    folder: Path | None
+    is_path: bool
+    n_tokens: int | None
+    contents: dict[str, tuple[bytes, bool]]
+    code: dict[frozenset[str], tuple[dict[str, bytes], list[str]]]
+
+    @classmethod
+    def locate(cls, name: str) -> Base:
+        """Look for the folder of a base.
+
+        A relative path is looked for in the working folder, then in those above it and in the one in which the process
+        was started: the model may have been loaded before the run went elsewhere.
+        """
+        found = cls(name)
+        folder = base_folder(name)
+        found.is_path = bool(name) and (folder is None or Path(name).is_dir())
+        if folder is None and found.is_path:
+            folder = next(
+                (one for one in _elsewhere(name) if any((one / config).is_file() for config in _CONFIGS)), None
+            )
+        found.folder = None if folder is None else folder.absolute()
+        found.n_tokens, found.contents, found.code = None, {}, {}
+        return found
+
+
+#: The base of each live model, part of a model and tokenizer, with the name that its config has for it. What was found
+#: before training must still be known at the next save, or at the next call of ``save_hf``.
+_BASES: WeakKeyDictionary[Any, tuple[str, Base]] = WeakKeyDictionary()
+
+
+def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -> Base:
+    """The base of this name from which something was loaded, as it was found first.
+
+    Args:
+        owner: The model, part of a model, or tokenizer.
+        find_name: Returns another name under which to find it.
+    """
+    known = _BASES.get(owner)
+    if known is None or known[0] != name:
+        known = _BASES[owner] = name, Base.locate(name if find_name is None else find_name())
+    return known[1]
+
+
+def _elsewhere(name: str) -> list[Path]:
+    """Where a relative path may lead that leads nowhere from the working folder."""
+    started = [os.environ['PWD']] if 'PWD' in os.environ else []
+    with suppress(OSError):  # the working folder was removed
+        started = [*map(str, Path.cwd().parents), *started]
+    return [Path(above, name) for above in started if not Path(name).is_absolute()]
+
+
+def base_dir_of(model: PreTrainedModel) -> Base:
     """Folder or hub name that the model was loaded from; '' if unknown.
 
     The cache may have several revisions of a hub name, and transformers 5 does not say which one was loaded; then the
     name is good only if no file of theirs differs.
     """
     name = getattr(model.config, '_name_or_path', '') or ''
+    return base_of(model, name, lambda: _revision(model, name))
+
+
+def _revision(model: PreTrainedModel, name: str) -> str:
+    """The name, or the folder of the revision in the cache that was loaded; '' if that cannot be told."""
     main, snapshots = base_folder(name), _snapshots(name)
     loaded = snapshots.get(getattr(model.config, '_commit_hash', None) or '')
     if loaded is None and len(snapshots) == 1:
@@ -86,10 +163,14 @@ def _differ(folders: Iterable[Path]) -> bool:
 
 
 def base_dirs_of(model: nn.Module) -> list[str]:
-    """Folders or hub names that the model and its parts were loaded from."""
-    configs = [getattr(module, 'config', None) for module in model.modules()]
-    names = {getattr(config, '_name_or_path', None) for config in configs}
-    return sorted(name for name in names if isinstance(name, str) and name)
+    """Folders that the model and its parts were loaded from, or their names where there is no folder."""
+    named: dict[str, nn.Module] = {}
+    for module in model.modules():
+        name = getattr(getattr(module, 'config', None), '_name_or_path', None)
+        if isinstance(name, str) and name:
+            named.setdefault(name, module)
+    bases = [base_of(module, name) for name, module in named.items()]
+    return sorted(str(base.folder or base) for base in bases)
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:
@@ -99,6 +180,8 @@ def is_remote_code(model: PreTrainedModel) -> bool:
 
 def base_folder(base_dir: str) -> Path | None:
     """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
+    if isinstance(base_dir, Base):
+        return base_dir.folder
     if not base_dir:
         return None
     if Path(base_dir).is_dir():
@@ -116,16 +199,55 @@ def base_folder(base_dir: str) -> Path | None:
     return None
 
 
+def loadable_base(base_dir: str) -> str:
+    """What ``from_pretrained`` finds the base by: its name, unless the run has left where that leads to the folder."""
+    if not isinstance(base_dir, Base) or not base_dir.is_path or base_dir.folder is None:
+        return base_dir
+    with suppress(OSError):
+        if os.path.samefile(base_dir, base_dir.folder):
+            return str(base_dir)
+    return str(base_dir.folder)
+
+
 def base_file(base_dir: str, name: str) -> Path | None:
     """A file of the base model; None if it has none of this name."""
     folder = base_folder(base_dir)
     return folder / name if folder is not None and (folder / name).is_file() else None
 
 
+def has_base_file(base_dir: str, name: str) -> bool:
+    """Whether the base model has a file of this name, or had it when it was read."""
+    return base_file(base_dir, name) is not None or (isinstance(base_dir, Base) and name in base_dir.contents)
+
+
+def read_base_file(base_dir: str, name: str) -> bytes | None:
+    """The content of a file of the base model, which may be gone since then; None if it has none of this name."""
+    return _read(base_dir, name)[0]
+
+
+def _read(base_dir: str, name: str) -> tuple[bytes | None, bool]:
+    """The content of a file of the base, and whether it lies in the base's folder, or is linked to the hub cache."""
+    path, found = base_file(base_dir, name), None
+    if path is not None:
+        home = path.parent.resolve()
+        home = home.parent.parent if home.parent.name == 'snapshots' else home
+        with suppress(FileNotFoundError):  # it is being removed
+            found = path.read_bytes(), path.resolve().is_relative_to(home)
+    if isinstance(base_dir, Base):
+        if found is None:
+            return base_dir.contents.get(name, (None, False))
+        base_dir.contents[name] = found
+    return found or (None, False)
+
+
 def base_json(base_dir: str, name: str) -> dict[str, Any]:
     """The content of a JSON file of the base model; {} if it has none of this name."""
-    path = base_file(base_dir, name)
-    return {} if path is None else strict_json.read(path)
+    where = f'{base_folder(base_dir)}/{name}'
+    try:
+        data = read_base_file(base_dir, name)
+    except OSError as error:
+        raise DamagedError(f'{where}: cannot be read ({error.strerror})') from None
+    return {} if data is None else strict_json.parse(data, where)
 
 
 def read_base_files(base_dir: str, names: Iterable[str]) -> dict[str, bytes]:
@@ -136,12 +258,10 @@ def read_base_files(base_dir: str, names: Iterable[str]) -> dict[str, bytes]:
     """
     found = {}
     for name in names:
-        path = base_file(base_dir, name)
-        if path is not None and not Path(name).is_absolute() and '..' not in Path(name).parts:
-            home = path.parent.resolve()
-            home = home.parent.parent if home.parent.name == 'snapshots' else home
-            if path.resolve().is_relative_to(home):
-                found[name] = path.read_bytes()
+        if not Path(name).is_absolute() and '..' not in Path(name).parts:
+            content, is_inside = _read(base_dir, name)
+            if content is not None and is_inside:
+                found[name] = content
     return found
 
 
@@ -157,6 +277,10 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
 
     folder = base_folder(base_dir)
     wanted = modules_named_by(settings)
+    known = base_dir.code if isinstance(base_dir, Base) else {}
+    asked_for = frozenset(wanted)
+    if asked_for in known and not all(base_file(base_dir, name) for name in known[asked_for][0]):
+        return known[asked_for]  # it is gone
     found: dict[str, bytes] = {}
     missing = set()
     while wanted:
@@ -170,7 +294,8 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
         wanted |= imported - found.keys() - missing
         others = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
         found.update(read_base_files(base_dir, (other for other in others if other.encode() in code[name])))
-    return found, sorted(missing)
+    known[asked_for] = found, sorted(missing)
+    return known[asked_for]
 
 
 def modules_named_by(settings: Mapping[str, bytes]) -> set[str]:
@@ -224,7 +349,7 @@ def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) ->
     from transformers import AutoTokenizer
 
     options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    return AutoTokenizer.from_pretrained(base_dir, **options)
+    return AutoTokenizer.from_pretrained(loadable_base(base_dir), **options)
 
 
 def load_or_copy_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
@@ -248,6 +373,6 @@ def load_processor(base_dir: str, *, trust_remote_code: bool) -> Any | None:
 
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
-        return AutoProcessor.from_pretrained(base_dir, **options)
+        return AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
     except Exception:  # code that is not trusted, or a package that is missing here
         return None

@@ -71,7 +71,13 @@ class Listener(ABC, Generic[Job]):
         """
 
     def add(self, job: Job) -> None:
-        """Have this done after all else."""
+        """Have this done after all else.
+
+        Raises:
+            RuntimeError: This is closed: nobody would do it, and whoever waits for it would wait for ever.
+        """
+        if self._must_end.is_set():
+            raise RuntimeError(f'{self.name}: closed, and takes no more work')
         self._waiting.append(job)
         self._wake.put(True)
 

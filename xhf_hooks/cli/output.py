@@ -34,7 +34,17 @@ def folder(text: str) -> Path:
     """A path, not a URL, which would name a folder such as ``s3:``."""
     if '://' in text:
         raise argparse.ArgumentTypeError(f'expected a path on this machine, found the URL {text}')
-    return Path(text).expanduser()
+    return _with_home(text)
+
+
+def _with_home(text: str) -> Path:
+    """The path, with the home folder in place of ``~`` or ``~name``."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~name of a user who is not known here
+        raise argparse.ArgumentTypeError(
+            f'expected a path on this machine, found {text}: no such home folder'
+        ) from None
 
 
 def base_model(text: str) -> str:
@@ -43,7 +53,7 @@ def base_model(text: str) -> str:
 
     if not text:
         raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')
-    path = Path(text).expanduser()
+    path = _with_home(text)
     return str(absolute(path)) if path.is_dir() or path != Path(text) else text
 
 

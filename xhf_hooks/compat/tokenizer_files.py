@@ -27,8 +27,10 @@ from xhf_hooks.base_files import (
     VOCABULARY_FILES,
     CopiedTokenizer,
     PartAndTokenizer,
-    base_file,
+    base_of,
+    has_base_file,
     load_tokenizer,
+    loadable_base,
     read_base_files,
 )
 from xhf_hooks.system.files import naming
@@ -140,11 +142,11 @@ def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -
     """
     from transformers import AutoProcessor
 
-    own = tokenizer.name_or_path
-    base_dir = own if any(base_file(own, name) for name in _OF_PROCESSOR) else base_dir
+    home = base_of(tokenizer, tokenizer.name_or_path)
+    base_dir = home if any(has_base_file(home, name) for name in _OF_PROCESSOR) else base_dir
     base = None
     with contextlib.suppress(Exception):  # any failure counts as another processor
-        base = AutoProcessor.from_pretrained(base_dir, local_files_only=True)
+        base = AutoProcessor.from_pretrained(loadable_base(base_dir), local_files_only=True)
     if base is None or _is_custom(base):
         return _with_older_files(others, {}, base_dir)
     saved, own = (_saved_if_it_can(one, folder) for one in (base, getattr(base, 'tokenizer', None)))
@@ -219,7 +221,7 @@ def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_di
 def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[str, Any]:
     """The field ``chat_template``, unless the base has the template only in a file of its own."""
     template = tokenizer.chat_template
-    if not template or ('chat_template' not in beside and base_file(base_dir, JINJA)):
+    if not template or ('chat_template' not in beside and has_base_file(base_dir, JINJA)):
         return {}
     several = isinstance(template, dict)
     return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
@@ -227,8 +229,9 @@ def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[
 
 def _base_of(tokenizer: Any | None, base_dir: str) -> str:
     """Where the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
-    own = getattr(tokenizer, 'name_or_path', None)
-    return own if isinstance(own, str) and base_file(own, CONFIG) else base_dir
+    name = getattr(tokenizer, 'name_or_path', None)
+    own = base_of(tokenizer, name) if isinstance(name, str) else ''
+    return own if has_base_file(own, CONFIG) else base_dir
 
 
 def _without_truncation(tokenizer_json: bytes) -> bytes:

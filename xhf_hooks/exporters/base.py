@@ -5,11 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_files import CopiedTokenizer, base_dir_of, is_remote_code, load_or_copy_tokenizer, warn_of_revisions
+from xhf_hooks.base_files import (
+    Base,
+    CopiedTokenizer,
+    base_dir_of,
+    is_remote_code,
+    load_or_copy_tokenizer,
+    warn_of_revisions,
+)
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import names_by_identity, token_embeddings
@@ -93,9 +99,9 @@ class Exporter(ABC):
         return False
 
     @property
-    def base_dir(self) -> str:
+    def base_dir(self) -> Base:
         """Folder or hub name that the model was loaded from; '' if unknown."""
-        return '' if self._model is None else base_dir_of(self._model)
+        return Base.locate('') if self._model is None else base_dir_of(self._model)
 
     def warn_of_revisions(self) -> list[str]:
         """A warning if it cannot be told which revision of the base the model was loaded from. Runs on: rank 0."""
@@ -119,11 +125,14 @@ class Exporter(ABC):
         """
         return load_or_copy_tokenizer(self.base_dir, trust_remote_code=self.trusts_code)
 
-    @cached_property
+    @property
     def n_base_tokens(self) -> int:
         """The number of tokens of :meth:`base_tokenizer`; 0 if there is none, or it is not loaded. Runs on: rank 0."""
-        tokenizer = self.base_tokenizer()
-        return 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)
+        base = self.base_dir
+        if base.n_tokens is None:
+            tokenizer = self.base_tokenizer()
+            base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)
+        return base.n_tokens
 
     @abstractmethod
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
-    base_file,
     base_json,
+    has_base_file,
     is_remote_code,
     read_base_code,
+    read_base_file,
     read_base_files,
 )
 from xhf_hooks.compat.older_rope import add_older_rope
@@ -124,13 +124,13 @@ def write(
         warnings += _write_generation_config(folder, generation, eos_token_ids, base_dir)
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_dir)
-    names = [name for name in PROCESSOR_FILES if base_file(base_dir, name)]
+    names = [name for name in PROCESSOR_FILES if has_base_file(base_dir, name)]
     if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_dir)):
         names.append('chat_template.json')  # a processor's, transformers < 5; it would override one that was replaced
     for name in names:
-        path = base_file(base_dir, name)
-        if path is not None and not (folder / name).exists():
-            shutil.copyfile(path, folder / name)
+        content = read_base_file(base_dir, name)
+        if content is not None and not (folder / name).exists():
+            (folder / name).write_bytes(content)
     if model_class(model).__name__ in (base_json(base_dir, 'config.json').get('architectures') or ()):
         _copy_companions(folder, base_dir)
     return warnings + _write_named_code(folder, base_dir)
@@ -307,8 +307,8 @@ def _write_own_save(folder: Path, kind: type, own_save: _OwnSave) -> list[str]:
 
 
 def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
-    if (jinja := base_file(base_dir, 'chat_template.jinja')) is not None:
-        return jinja.read_text(encoding='utf-8')
+    if (jinja := read_base_file(base_dir, 'chat_template.jinja')) is not None:
+        return jinja.decode()
     template = base_json(base_dir, 'tokenizer_config.json').get('chat_template')
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 

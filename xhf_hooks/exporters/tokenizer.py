@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
+    Base,
     CopiedTokenizer,
     PartAndTokenizer,
     base_file,
@@ -42,7 +43,7 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     tokenizer = of_the_run if option is None else option
     warnings = exporter.warn_of_revisions()
     if isinstance(tokenizer, (str, Path)):
-        folder = str(tokenizer)
+        folder = Base.locate(str(tokenizer))
         tokenizer = _in_folder(folder)
         if tokenizer is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', folder)

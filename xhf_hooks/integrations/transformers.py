@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.options import CallbackOptions, explains, require_apart
 from xhf_hooks.planning.types import Step
@@ -48,23 +54,30 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         self._check_schedule(args, state, log)
         out_dir = Path(self.out_dir or Path(args.output_dir, 'hf_model'))
         require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
+        options, collective = self, None
+        if state.is_hyper_param_search:  # each trial trains another model
+            collective, options = Collective(), copy.copy(self)
+            trial = state.trial_name or collective.from_rank0('preflight', partial(_make_trial_folder, out_dir.parent))
+            out_dir = out_dir.parent / trial / out_dir.name
+            options.upload_to = None if self.upload_to is None else f'{self.upload_to}/{trial}'
         self._saves = CheckpointManager(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             out_dir,
-            self,
+            options,
             log,
             when=self._when(args, state),
             tokenizer=kwargs.get('processing_class'),
             run=state,
             on_committed=lambda committed: _add_to_history(state, committed.step, scalars(committed)),
             on_result=partial(_add_to_history, state),
+            collective=collective,
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.saves.look()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
-            self._save(state, control)
+            self._save(args, state, control)
         self.saves.save_if_asked(_step(state))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -73,22 +86,23 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
-            self._save(state, control)
+            self._save(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy is None:
-            self._save(state, control)
+            self._save(args, state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            # load_best_model_at_end has replaced the weights
-            self.saves.finish(_step(state), weights_are_others=args.load_best_model_at_end)
+            self.saves.finish(_step(state), loaded=_loaded_step(args, state))
         finally:
             self.close()
 
-    def _save(self, state: TrainerState, control: Any) -> None:
-        # Between this step, if it is the last one, and on_train_end, other callbacks may put averaged weights in place
-        self.saves.save(_step(state), remember_weights=control.should_training_stop)
+    def _save(self, args: TrainingArguments, state: TrainerState, control: Any) -> None:
+        # Between this step, if it is the last one, and on_train_end, Trainer may load the best weights (early stopping
+        # has not decided yet), and other callbacks may put averaged ones in place
+        is_perhaps_last = control.should_training_stop or args.load_best_model_at_end
+        self.saves.save(_step(state), remember_weights=is_perhaps_last)
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps
@@ -111,6 +125,31 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
 def _step(state: TrainerState) -> Step:
     return Step('iter', state.global_step, state.global_step, state.epoch)
+
+
+def _loaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
+    """The step whose weights Trainer has loaded at the end of training; None if it has loaded none."""
+    if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return None
+    found = re.fullmatch(rf'{PREFIX_CHECKPOINT_DIR}-(\d+)', Path(state.best_model_checkpoint).name)
+    if found is None:
+        return None
+    number = int(found[1])
+    epochs = [entry['epoch'] for entry in state.log_history if entry.get('step') == number and 'epoch' in entry]
+    return Step('iter', number, number, epochs[-1] if epochs else None)
+
+
+def _make_trial_folder(parent: Path) -> str:
+    """Make the first of the folders ``run-0``, ``run-1``, ... that is not there; returns its name. Runs on: rank 0.
+
+    Trainer names the folders of its checkpoints so, by the number of the trial, which callbacks are not told.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            (parent / f'run-{number}').mkdir()
+            break
+    return f'run-{number}'
 
 
 def _add_to_history(state: TrainerState, step: Step, numbers: Mapping[str, float]) -> None:

@@ -5,12 +5,13 @@ A request that fails, or gets no answer in time, is repeated a few times within 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from xhf_hooks.errors import StoreError
@@ -30,6 +31,8 @@ _S3_CONFIG = {
 _S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
 #: Protocols with which a file is visible while it is being written: small objects are written beside and renamed.
 _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
+#: Those of them that keep folders whose last file was removed, and whose ``rmdir`` removes nothing but an empty folder.
+_WITH_FOLDERS = {'file', 'local', 'sftp', 'ssh', 'smb'}
 #: Written and deleted before training. Not unique, so what killed runs leave is one object.
 _PROBE = '.xhf_probe'
 
@@ -81,6 +84,7 @@ class Store:
         import fsspec
 
         self.url, self._warn = url, warn
+        self._random = random.Random()  # training draws from the module's, perhaps together with other ranks
         protocol = self.url.partition('://')[0].lower()
         given = dict(backend_args or {})
         own: dict[str, Any] = {'use_listings_cache': False}
@@ -96,6 +100,7 @@ class Store:
             said = without_secrets(f'{type(error).__name__}: {error}')
             raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and backend_args') from None
         self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
+        self._has_folders = protocol in _WITH_FOLDERS
         if self._is_s3:
             self._fs.retries = _S3_RETRIES
 
@@ -134,9 +139,13 @@ class Store:
         return {key[1:]: nbytes for key, nbytes in sorted(files.items()) if key.startswith('/') and key != '/'}
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove those of the objects that exist."""
+        """Remove those of the objects that exist, and the folders below the URL that become empty."""
         for key in keys:
             self._ask('delete', key, 'rm_file', self._path(key))
+        folders = {str(folder) for key in keys for folder in PurePosixPath(key).parents} - {'.'}
+        for folder in sorted(folders, reverse=True) if self._has_folders else ():
+            with contextlib.suppress(Exception):  # something else is in it; an empty folder harms nobody
+                self._fs.rmdir(self._path(folder))
 
     def require_writable(self) -> None:
         """Write and remove a small object.
@@ -177,7 +186,7 @@ class Store:
                 hint = "the credentials where the store's library looks for them"
                 raise StoreError(f'{said}. Check upload_to, backend_args, and {hint}')
             self._warn(f'will be tried again: {said}')
-            time.sleep(pause_secs * random.uniform(0.5, 1.0))  # ranks begin at the same time
+            time.sleep(pause_secs * self._random.uniform(0.5, 1.0))  # ranks begin at the same time
 
     def _call(self, method: str, *args: Any, secs: float, **how: Any) -> Any:
         from fsspec.asyn import sync

@@ -208,6 +208,7 @@ class CheckpointManager:
         target = target or self.newest
         committed = None
         try:
+            self._open_run.require_open()
             with self.collective.stage('save'):
                 self.collect()
                 self._listeners.renew()
@@ -236,7 +237,7 @@ class CheckpointManager:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         requests = self._requests
-        if requests is None or not requests.is_due(at_once=at_once):
+        if requests is None or self._open_run.is_closed or not requests.is_due(at_once=at_once):
             return
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
         if self.saved_at != step.iteration:
@@ -290,20 +291,29 @@ class CheckpointManager:
             if self._options.on_error == 'raise':
                 raise
 
-    def finish(self, step: Step, *, weights_are_others: bool = False) -> None:
+    def finish(self, step: Step, *, loaded: Step | None = None) -> None:
         """At the end of training: the last save, then wait for all work beside training, on all ranks.
 
         Ranks wait for each other on gloo, a short time at a time, since an NCCL collective may follow training.
 
         Args:
-            weights_are_others: Than at the end of the last iteration, for which there may be a save.
+            step: The last step.
+            loaded: The step whose weights the trainer says it has loaded since then: the save is named after its
+                weights, unless they are still those of the last step.
 
         Raises:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         self.collect()
-        is_saved = self.saved_at == step.iteration and not weights_are_others
-        if self._options.save_last and (not is_saved or self._have_weights_changed()):
+        if self._open_run.is_closed:
+            self.save(step)  # which tells that it cannot
+            return
+        loaded = self.collective.from_rank0('finish', lambda: loaded)  # other hosts may not see the trainer's files
+        is_saved = self.saved_at == step.iteration
+        has_changed = self._have_weights_changed() if is_saved else loaded is not None
+        if loaded is not None and has_changed:
+            step = loaded
+        if self._options.save_last and (not is_saved or has_changed):
             self.save(step)
             self.collect()
         self.save_if_asked(step, at_once=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import ClassVar
 
 from xhf_hooks.errors import TargetError
@@ -16,11 +18,16 @@ class OpenRun:
     """One run, from :meth:`begin` until it is closed or forgotten. Used by: the thread that trains.
 
     Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
-    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one.
+    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one, unless a callback of the earlier
+    one has begun the next: then the earlier one goes on.
 
     Args:
         run: Identifies it, such as MMEngine's runner. Only another run can close this one.
         places: The folders and URLs of its saves: no two runs have one in common.
+        close: Called to close it, when another run begins.
+
+    Attributes:
+        is_closed: Whether :meth:`end` was called.
     """
 
     _open: ClassVar[weakref.WeakSet[OpenRun]] = weakref.WeakSet()
@@ -31,6 +38,7 @@ class OpenRun:
         self._close = close
         self._thread = threading.current_thread()
         self._process = os.getpid()
+        self.is_closed = False
 
     @property
     def is_of_this_process(self) -> bool:
@@ -38,7 +46,7 @@ class OpenRun:
         return self._process == os.getpid()
 
     def close_earlier(self, log: logging.LoggerAdapter) -> None:
-        """Close earlier runs that are over. A thread trains one run at a time.
+        """Close earlier runs that are over. A thread trains one run at a time, but for runs within another.
 
         Raises:
             TargetError: A run that may still be going on has one of our places.
@@ -49,7 +57,7 @@ class OpenRun:
             both = self._places & other._places
             is_another = self._run is not None and other._run is not None and other._run() is not self._run()
             is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
-            if is_another and is_over:
+            if is_another and is_over and not other._is_calling:
                 log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
                 other._close()
             elif both and self._run is not None and other._run is not None and not is_another:
@@ -63,10 +71,39 @@ class OpenRun:
                     f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
                 )
 
+    @property
+    def _is_calling(self) -> bool:
+        """Whether this run has called the code that runs now, as one whose callback trains a probe.
+
+        No trainer tells whether its training goes on or was interrupted. If it goes on, a method of the runner
+        (MMEngine), or of the trainer that has this state (Trainer), is on the stack.
+        """
+        run = None if self._run is None else self._run()
+        frame: FrameType | None = sys._getframe()
+        while run is not None and frame is not None:
+            owner = frame.f_locals.get('self')
+            if owner is run or getattr(owner, '__dict__', {}).get('state') is run:
+                return True
+            frame = frame.f_back
+        return False
+
     def begin(self) -> None:
         """From now on, later runs may close it."""
         OpenRun._open.add(self)
 
     def end(self) -> None:
         """It is closed."""
+        self.is_closed = True
         OpenRun._open.discard(self)
+
+    def require_open(self) -> None:
+        """Check that its folders are still its own.
+
+        Raises:
+            TargetError: It was closed, perhaps by the next run in them.
+        """
+        if self.is_closed:
+            raise TargetError(
+                f'{min(self._places)}: this run was closed, by close() or since another run of this process began to '
+                f'save there, so it can save no more; set out_dir of one of them to a folder of another name'
+            )

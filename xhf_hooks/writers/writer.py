@@ -41,6 +41,7 @@ class Writer:
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
         self._opened = ExitStack()
+        self._is_closed = False
         self._tally = Tally([])
         self._error: Exception | None = None
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()  # None ends the thread
@@ -58,7 +59,13 @@ class Writer:
         return {file.name: create_file(staging / file.name, file.header, file.nbytes) for file in plan.files}
 
     def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity]) -> None:
-        """Prepare to write into the created files."""
+        """Prepare to write into the created files.
+
+        Raises:
+            OSError: The writer is closed: nobody would write.
+        """
+        if self._is_closed:
+            raise OSError('the writer is closed, and no save can use it')
         self.abort()
         self._folder = staging
         self._made = made
@@ -115,6 +122,7 @@ class Writer:
 
     def close(self) -> None:
         """End the thread. Never raises."""
+        self._is_closed = True
         self._chunks.put(None)
 
     def _wait(self) -> None:

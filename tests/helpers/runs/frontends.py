@@ -92,6 +92,7 @@ def make_trainer(
         model=model,
         args=TrainingArguments(output_dir=str(root), **{**short, **machine, **arguments}),
         train_dataset=Sequences(),
+        eval_dataset=Sequences(),
         processing_class=tokenizer,
         optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), None),
         callbacks=[*([] if options is None else [HFCheckpointCallback(**options)]), *callbacks],

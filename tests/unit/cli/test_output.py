@@ -89,6 +89,13 @@ def test_version(name, capsys):
     [
         ('xhf-convert', 'run OUT --max-shard-size 5gigs', "expected a size such as '128MB' or a number of bytes"),
         ('xhf-convert', 'run s3://bucket/run', 'expected a path on this machine, found the URL s3://bucket/run'),
+        (
+            'xhf-convert',
+            'run ~nobody-here/x',
+            'expected a path on this machine, found ~nobody-here/x: no such home folder',
+        ),
+        ('xhf-convert', 'run OUT --base ~nobody-here/x', 'found ~nobody-here/x: no such home folder'),
+        ('xhf-verify', '~nobody-here/x', 'found ~nobody-here/x: no such home folder'),
         ('xhf-verify', 'FILE', 'model.safetensors is a file; give its folder: '),
         ('xhf-verify', 'a b c', 'expected one path or two, found 3: a b c'),
     ],
@@ -99,6 +106,11 @@ def test_wrong_use_says_what_is_right(name, words, expected, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name].main(words.replace('FILE', str(file)).split())
     assert ended.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_a_home_folder_that_is_not_there(capsys, tmp_path):
+    assert convert.main(['~nobody-here/x', str(tmp_path / 'out')]) == 2
+    assert '~nobody-here/x: no such home folder; give a checkpoint' in capsys.readouterr().err
 
 
 def test_a_checkpoint_alone_is_a_file_for_xhf_verify_and_not_missing(tmp_path, capsys):

@@ -1,14 +1,20 @@
 """HFCheckpointCallback among other callbacks, in the order that the user has given."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import integration_utils
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.runs import frontends as doors
 from xhf_hooks import HFCheckpointCallback
+from xhf_hooks.errors import XhfError
+from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.places.objects import Store
+from xhf_hooks.places.store import read_pointer
 
 
 class Outer(TrainerCallback):
@@ -45,3 +51,111 @@ def test_the_order_of_callbacks_decides_which_weights_are_saved(tmp_path, save_s
                 parameter.data.div_(2)
         trainer.save_model(str(tmp_path / 'theirs'))
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+
+
+class Probe(TrainerCallback):
+    """Trains another model when two steps are done."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options, self.error = folder, options, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            inner = doors.make_trainer(self.folder, self.options, ddp_backend=None)
+            try:
+                inner.train()
+            except XhfError as error:
+                self.error = error
+
+
+@pytest.mark.parametrize('is_first', [True, False])
+@pytest.mark.parametrize('options', [{}, {'async_save': True}, {'save_on_signal': 'SIGUSR1'}])
+def test_a_run_whose_callback_trains_another_goes_on(tmp_path, caplog, options, is_first):
+    every = dict(save_strategy='steps', save_steps=1, max_keep_ckpts=-1)
+    callbacks = [Probe(tmp_path / 'inner', **options), HFCheckpointCallback(**every, **options)]
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path / 'outer', None, *callbacks[:: 1 if is_first else -1], ddp_backend=None)
+        trainer.train()
+    assert assert_whole(tmp_path / 'inner' / 'hf_model') == 4
+    assert assert_whole(tmp_path / 'outer' / 'hf_model') == 4
+    assert [assert_whole(tmp_path / 'outer' / f'hf_model_iter_{step}') for step in (1, 2, 3)] == [1, 2, 3]
+    assert 'was interrupted' not in caplog.text and 'failed' not in caplog.text
+
+
+def test_a_run_does_not_take_the_folder_of_the_one_that_calls_it(tmp_path):
+    probe = Probe(tmp_path)
+    with doors.fresh_accelerate():
+        doors.make_trainer(tmp_path, dict(save_strategy='steps', save_steps=1), probe, ddp_backend=None).train()
+    assert f'{tmp_path}/hf_model is in use by another run of this process; set out_dir' in str(probe.error)
+    assert assert_whole(tmp_path / 'hf_model') == 4
+
+
+@pytest.mark.parametrize('is_named', [True, False])
+@pytest.mark.parametrize('has_out_dir', [True, False])
+def test_each_trial_of_a_search_has_a_folder(tmp_path, monkeypatch, is_named, has_out_dir):
+    """As Trainer's checkpoints, in hyperparameter_search, which calls train() so. No trial replaces another's."""
+    monkeypatch.setattr(integration_utils, 'is_wandb_available', lambda: True)  # whose trials are dicts
+    url = (tmp_path / 'store').as_uri()
+    folder = tmp_path / 'models' / 'own' if has_out_dir else tmp_path / 'out' / 'hf_model'
+    saves = HFCheckpointCallback(out_dir=folder if has_out_dir else None, upload_to=url)
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path / 'out', None, saves, ddp_backend=None)
+        for number in range(3):
+            if is_named:
+                trainer.hp_name, trainer._trial = (
+                    (lambda trial: f'lr-{trial["learning_rate"]}'),
+                    {'learning_rate': number},
+                )
+            trainer.train(trial={'learning_rate': number})
+            trainer.save_model(str(tmp_path / 'theirs' / str(number)))
+    for number in range(3):
+        name = f'lr-{number}' if is_named else f'run-{number}'
+        assert_same_folder_tensors(folder.parent / name / folder.name, tmp_path / 'theirs' / str(number))
+        assert read_pointer(Store(f'{url}/{name}'), folder.name).newest == f'{folder.name}_iter_4'
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize('own_steps', [None, 3])
+@pytest.mark.parametrize(('best', 'last'), [(2, 6), (2, 4), (6, 6)])
+def test_a_save_is_named_after_its_weights(tmp_path, own_steps, best, last):
+    """load_best_model_at_end, also after early stopping. What was saved of the last step stays."""
+    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
+    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
+    own = {} if own_steps is None else dict(save_strategy='steps', save_steps=own_steps)
+    saves = HFCheckpointCallback(max_keep_ckpts=-1, **own)
+    stops = [EarlyStoppingCallback(early_stopping_patience=1)] if last == 4 else []
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path, None, saves, *stops, ddp_backend=None, **trains, **chooses)
+        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == best)}
+        trainer.train()
+        trainer.save_model(str(tmp_path / 'theirs'))
+    assert trainer.state.global_step == last
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+    found = {path.name: read_manifest(path).step.iteration for path in tmp_path.glob('hf_model*')}
+    every = {step for step in range(1, last + 1) if step % (own_steps or 2) == 0}
+    older = every - {best} if best == last else every
+    assert found == {'hf_model': best, **{f'hf_model_iter_{step}': step for step in older}}
+    for step in older & {2, 4, 6}:
+        assert_same_folder_tensors(tmp_path / f'hf_model_iter_{step}', tmp_path / f'checkpoint-{step}')
+    assert 'train_loss' in trainer.state.log_history[-1]
+
+
+def test_a_save_of_the_last_weights_is_named_after_them_if_no_others_were_loaded(tmp_path, monkeypatch):
+    """Trainer only warns if it does not find the files of the best checkpoint, as on another host."""
+    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(
+            tmp_path,
+            {},
+            ddp_backend=None,
+            eval_strategy='steps',
+            eval_steps=2,
+            save_strategy='steps',
+            save_steps=2,
+            **chooses,
+        )
+        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == 2)}
+        monkeypatch.setattr(trainer, '_load_best_model', lambda: None)
+        trainer.train()
+    assert assert_whole(tmp_path / 'hf_model') == 4
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'checkpoint-4')

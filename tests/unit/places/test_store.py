@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import random
 import uuid
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 from fsspec.asyn import AsyncFileSystem
 
 from tests.helpers.runs.tiny_checkpoint import commit_one
@@ -86,6 +89,44 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
     assert prefixes(store) == {f'hf_model_iter_{number}' for number in (2, 3, 4)} and 'notes.txt' in keys(store)
     assert store.sizes('hf_model_iter_2') == {'eval_results.json': 16}
     assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
+
+
+def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
+    """Where the store has folders. What somebody else put there stays, in its folder."""
+    root = tmp_path / 'store'
+    saves = StoredSaves(root.as_uri(), 'hf_model', 1, warn=[].append)
+    saves.claim()
+    for number in (1, 2, 3):
+        save(saves, local, number)
+        (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
+    saves.release()
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ['hf_model_iter_1', 'hf_model_iter_3']
+    assert [path.name for path in (root / 'hf_model_iter_1').iterdir()] == ['own']
+
+
+def test_a_repeated_request_draws_no_random_number_of_training(url, tmp_path):
+    """Ranks that draw together would no longer draw the same. The store is away for a while."""
+    store = Store(url, warn=(said := []).append)
+    store._fs = Flaky(store._fs, 2)
+    before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    store.put('a', b'content')
+    after = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
+    assert store.get('a') == b'content' and len(said) == 2
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+
+
+class Flaky:
+    """A file system whose first requests fail."""
+
+    def __init__(self, fs, n_failing):
+        self._fs, self._n_failing = fs, n_failing
+
+    def __getattr__(self, name):
+        found = getattr(self._fs, name)
+        if name != 'pipe_file' or not self._n_failing:
+            return found
+        self._n_failing -= 1
+        raise ConnectionError('away')
 
 
 def test_a_prefix_in_use_is_not_used_again(saves, local, url):

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import signal
 import threading
 import weakref
@@ -107,6 +108,42 @@ def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, cap
         for number in range(1, 9):
             saves.save_if_asked(iteration(number))
     assert assert_whole(tmp_path / 'two' / 'hf_model') > 0
+
+
+@pytest.mark.parametrize('on_error', ['continue', 'raise'])
+@pytest.mark.parametrize('async_save', [True, False])
+def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save, tmp_path, caplog):
+    """It goes on in another thread, and the next run has its folder, which it leaves alone."""
+    run, saves, folder = Run(), [], tmp_path / 'hf_model'
+    thread = threading.Thread(target=lambda: saves.append(run.begin(folder, async_save=async_save, on_error=on_error)))
+    thread.start()
+    thread.join()
+    later = Run().begin(folder)
+    staging = later.newest.open_staging()
+    said = 'this run was closed, by close() or since another run of this process began to save there'
+    for act in (lambda: saves[0].save(iteration(1)), lambda: saves[0].finish(iteration(2))):
+        caplog.clear()
+        if on_error == 'raise':
+            with pytest.raises(TargetError, match=f'{folder}: {re.escape(said)}'):
+                act()
+        else:
+            act()
+            assert f'{folder}: {said}' in caplog.text
+    saves[0].save_if_asked(iteration(2))
+    saves[0].look()
+    assert staging.is_dir()
+    later.newest.abort()
+    later.save(iteration(3))
+    assert assert_whole(folder) == 3
+
+
+def test_what_is_closed_refuses_work_that_would_be_waited_for(tmp_path):
+    saves = Run().begin(tmp_path / 'hf_model', async_save=True)
+    saves.close()
+    with pytest.raises(OSError, match='the writer is closed'):
+        saves._saver.writer.open(saves._saver.plan, tmp_path, {})
+    with pytest.raises(RuntimeError, match='a save in the background: closed, and takes no more work'):
+        saves._saver.background.add('a save')
 
 
 def test_runs_that_go_on_stay(tmp_path):

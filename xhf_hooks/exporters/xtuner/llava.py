@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_dir_of, base_file
+from xhf_hooks.base_files import base_dir_of, read_base_file
 from xhf_hooks.compat.transformers import accepted_options, dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
@@ -232,10 +231,10 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         from transformers import LlavaProcessor
 
         vision_base = self._parts['visual_encoder'].base_dir
-        preprocessor = base_file(vision_base, 'preprocessor_config.json')
+        preprocessor = read_base_file(vision_base, 'preprocessor_config.json')
         if preprocessor is None:
             return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
-        shutil.copyfile(preprocessor, folder / 'preprocessor_config.json')
+        (folder / 'preprocessor_config.json').write_bytes(preprocessor)
         settings = {
             'image_token': IMAGE_TOKEN,
             'patch_size': self._config.vision_config.patch_size,

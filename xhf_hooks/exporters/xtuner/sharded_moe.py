@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_file
+from xhf_hooks.base_files import read_base_file
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
@@ -82,9 +81,9 @@ class ShardedMoeExporter(HuggingFaceExporter):
         code = getattr(self._config, 'auto_map', None) or {}
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
         for name in sorted(files):
-            path = base_file(self.base_dir, name)
-            if path is not None and not (folder / name).exists():
-                shutil.copyfile(path, folder / name)
+            content = read_base_file(self.base_dir, name)
+            if content is not None and not (folder / name).exists():
+                (folder / name).write_bytes(content)
         return warnings
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:

@@ -91,7 +91,10 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     Raises:
         CheckpointError: There is none, there are several, or files are missing.
     """
-    given = absolute(Path(path).expanduser())
+    try:
+        given = absolute(Path(path).expanduser())
+    except RuntimeError:  # ~name of a user who is not known here
+        raise CheckpointError(f'{path}: no such home folder; give a checkpoint or the work_dir of a run') from None
     if not given.exists():
         raise CheckpointError(f'{given}: no such file or folder; give a checkpoint or the work_dir of a run')
     target = _follow(given) if given.is_dir() else given
