@@ -14,13 +14,13 @@ A rank that fails must do next what the others do next. Three rules see to that,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -248,15 +248,25 @@ class Collective:
         """
         if not self.any(digest != self.broadcast(digest)):
             return
-        digests = self.all_gather(digest)
-        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        everyone = self.all_gather(describe())
-        ours, theirs = everyone[0], everyone[odd[0]]
-        pairs = enumerate(zip_longest(ours, theirs, fillvalue='nothing more'))
-        first, sides = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        # Of many lines on very many ranks, nothing but checksums of rank 0's lines and one line of each side travel
+        lines: list[str] = []
+        with self.stage(what):
+            lines = describe()
+        theirs = self.broadcast(_line_checksums(lines))
+        found, line = -1, ''
+        with self.stage(what):
+            found = _first_difference(theirs, _line_checksums(lines))
+        firsts = self.all_gather(found)
+        odd = [rank for rank, number in enumerate(firsts) if number >= 0]
+        if not odd:
+            raise RanksDifferError(f'{what} differs between ranks, but not in a line that describes it')
+        first = firsts[odd[0]]
+        if self.rank in (0, odd[0]):
+            line = repr(lines[first]) if first < len(lines) else 'nothing more'
+        sides = self.all_gather(line)
         raise RanksDifferError(
-            f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]!r} on rank 0 and '
-            f'{sides[1]!r} on rank {odd[0]}. All ranks must hold the same model.'
+            f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]} on rank 0 and '
+            f'{sides[odd[0]]} on rank {odd[0]}. All ranks must hold the same model.'
         )
 
     def close(self) -> None:
@@ -335,6 +345,21 @@ class Collective:
             self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
+
+
+def _line_checksums(lines: Sequence[str]) -> np.ndarray:
+    """Eight bytes for each line."""
+    digests = [hashlib.blake2b(line.encode(), digest_size=8).digest() for line in lines]
+    return np.frombuffer(b''.join(digests), np.int64)
+
+
+def _first_difference(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of the first element that differs, or that only one of two arrays has; -1 if they are equal."""
+    n_both = min(len(one), len(other))
+    differing = np.flatnonzero(one[:n_both] != other[:n_both])
+    if differing.size:
+        return int(differing[0])
+    return n_both if len(one) != len(other) else -1
 
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.

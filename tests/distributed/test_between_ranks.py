@@ -1,5 +1,10 @@
 """What ranks send each other: slices to the rank that writes them, what they agree on, checksums of their copies."""
 
+import pickle
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,10 @@ from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.peak_sampler import sampled_memory
 from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
+from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
-from xhf_hooks import save_hf
+from xhf_hooks import collective, save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources import Source, Zero3Source, read, send
@@ -35,6 +41,13 @@ WAYS: dict[str, dict[str, Any]] = {
     'gather': dict(writer='gather'),
 }
 CHANGED = 'model.layers.1.mlp.up_proj.weight'
+#: What ranks compare: many lines, each of some length.
+LINES = [f'{number} {"of a tensor" * 50}' for number in range(2000)]
+OTHER_LINES = {
+    'one is another': [*LINES[:1000], 'another', *LINES[1001:]],
+    'some are missing': LINES[:1500],
+    'some are too many': [*LINES, 'another'],
+}
 
 
 def save_and_count(stage: int, root: Path) -> dict[str, dict[str, int]]:
@@ -140,7 +153,8 @@ def differing(way: str, root: Path) -> str:
     changed = dict(model.named_parameters())[CHANGED]
     if dist.get_rank() == dist.get_world_size() - 1:
         changed.data.view(torch.int16)[-1, -1] ^= 1
-    return error_of(save_folder, model, root / 'hf_model', **WAYS[way])
+    with mock.patch.object(Collective, 'all_gather', side_effect=AssertionError('a checksum of each tensor and rank')):
+        return error_of(save_folder, model, root / 'hf_model', **WAYS[way])
 
 
 def buffers_are_of_rank_0(root: Path) -> bool:
@@ -151,12 +165,84 @@ def buffers_are_of_rank_0(root: Path) -> bool:
     return bool(torch.count_nonzero(folder_tensors(root / 'hf_model')[name]) == 0)
 
 
+@contextmanager
+def gathered_nbytes() -> Iterator[list[int]]:
+    """Bytes of each value that this rank gathers from all ranks or is told by rank 0."""
+    sizes: list[int] = []
+    all_gather, broadcast = Collective.all_gather, Collective.broadcast
+
+    def gather(self: Collective, value: Any) -> Any:
+        found = all_gather(self, value)
+        sizes.extend(len(pickle.dumps(each)) for each in found)
+        return found
+
+    def told(self: Collective, value: Any) -> Any:
+        found = broadcast(self, value)
+        sizes.append(len(pickle.dumps(found)))
+        return found
+
+    with mock.patch.object(Collective, 'all_gather', gather), mock.patch.object(Collective, 'broadcast', told):
+        yield sizes
+
+
+def differing_lines(last: list[str]) -> tuple[str, int]:
+    """The last rank holds other lines: the error, and the bytes that a rank gathers. Runs on: all ranks."""
+    ranks = Collective()
+    lines = last if ranks.rank == N_RANKS - 1 else LINES
+    with gathered_nbytes() as sizes:
+        message = error_of(ranks.require_same, 'the plan', str(len(lines)) + lines[1000], lambda: lines)
+    ranks.close()
+    return message, sum(sizes)
+
+
+def waits_long_in_debug_mode() -> str:
+    """Rank 0 works for longer than connecting may take, and torch checks each collective. Runs on: all ranks."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with mock.patch.object(collective, 'CONNECT_TIMEOUT_SECS', 2.0):
+            ranks = Collective()
+    finally:
+        dist.set_debug_level(level)
+    if ranks.rank == 0:
+        time.sleep(5)
+    message = error_of(ranks.agree, 'write')
+    ranks.close()
+    return message
+
+
+def into_different_folders(root: Path) -> list[str]:
+    """Each rank has a folder of its own, as if it trained a model of its own. Runs on: all ranks."""
+    model, rank = odd_llama(), dist.get_rank()
+    folders = [root / f'model{rank}' / 'hf_model', root / f'hf_model{rank}']
+    return [error_of(save_hf, model, out, writer=writer) for out in folders for writer in ('auto', 'stream')]
+
+
+def into_one_folder_under_other_paths(root: Path) -> str:
+    """As where hosts mount a file system at different paths. Runs on: all ranks."""
+    path = root / f'host{dist.get_rank()}'
+    if dist.get_rank() == 0:
+        (root / 'disk').mkdir(parents=True)
+    dist.barrier()
+    path.symlink_to(root / 'disk')
+    return error_of(save_hf, odd_llama(), path / 'hf_model')
+
+
+def save_own(seed: int, folder: Path) -> str:
+    torch.manual_seed(seed)
+    return error_of(save_hf, odd_llama(), folder)
+
+
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('sent')
     scenarios = {f'zero{stage}': partial(save_and_count, stage, root / f'zero{stage}') for stage in (2, 3)}
     scenarios |= {way: partial(differing, way, root / way) for way in WAYS}
     scenarios['buffers'] = partial(buffers_are_of_rank_0, root / 'buffers')
+    scenarios |= {name: partial(differing_lines, lines) for name, lines in OTHER_LINES.items()}
+    scenarios['debug mode'] = waits_long_in_debug_mode
+    scenarios['other folders'] = partial(into_different_folders, root / 'other_folders')
+    scenarios['other paths'] = partial(into_one_folder_under_other_paths, root / 'other_paths')
     scenarios |= {'agreements': partial(count_agreements, root / 'agreements'), 'bound': ranks_beside_a_bound_device}
     return run_scenarios(scenarios, N_RANKS, root=root)
 
@@ -235,3 +321,54 @@ def test_different_copies_are_not_stitched_together(saved, way):
 
 def test_buffers_may_differ(saved):
     assert check(saved, 'buffers') == [True] * N_RANKS
+
+
+# What differs is found without sending it all
+
+
+@pytest.mark.parametrize(
+    ('case', 'line', 'sides'),
+    [
+        ('one is another', 1000, ("'1000 of a tensor", "'another'")),
+        ('some are missing', 1500, ("'1500 of a tensor", 'nothing more')),
+        ('some are too many', 2000, ('nothing more', "'another'")),
+    ],
+)
+def test_the_first_line_that_differs_is_found_without_sending_all(saved, case, line, sides):
+    for message, nbytes in check(saved, case):
+        assert message.startswith(
+            f'RanksDifferError: the plan differs between ranks 0 and [{N_RANKS - 1}]: line {line} is {sides[0]}'
+        )
+        assert f' on rank 0 and {sides[1]} on rank {N_RANKS - 1}. All ranks' in message
+        assert nbytes < 10 * len(LINES)  # eight bytes a line, of rank 0 alone, and two lines
+
+
+def test_in_debug_mode_ranks_are_waited_for_as_long(saved):
+    assert check(saved, 'debug mode') == [''] * N_RANKS
+
+
+# Several models in one job
+
+
+def test_ranks_with_different_folders_are_told_before_anything_is_saved(saved):
+    for messages in check(saved, 'other folders'):
+        for message in messages:
+            assert message.startswith('RanksDifferError: out_dir differs between ranks: ')
+            assert message.count(str(saved.root / 'other_folders')) == N_RANKS
+    left = [path for path in (saved.root / 'other_folders').rglob('*') if not path.is_dir()]
+    assert left == []
+
+
+def test_one_folder_may_have_another_path_on_each_host(saved):
+    assert check(saved, 'other paths') == [''] * N_RANKS
+    assert_whole(saved.root / 'other_paths' / 'disk' / 'hf_model')
+
+
+def test_each_model_is_saved_by_a_job_of_its_own(tmp_path):
+    """The remedy that both messages name."""
+    with ThreadPoolExecutor(2) as jobs:
+        folders = [tmp_path / f'model{seed}' / 'hf_model' for seed in range(2)]
+        runs = [jobs.submit(run_ranks, save_own, 2, seed, folder) for seed, folder in enumerate(folders)]
+        assert [run.result() for run in runs] == [['', '']] * 2
+    one, other = map(folder_tensors, folders)
+    assert not torch.equal(one[CHANGED], other[CHANGED])

@@ -14,7 +14,8 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.Proce
     """Create a gloo group of all ranks. Runs on: all ranks.
 
     A new group's time-out also applies while it looks up its ranks in the store. Since 2.3 torch can change it
-    afterwards; before, ranks that never come are waited for as long as ``timeout``.
+    afterwards, but not under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, where it wraps the group. There and in older versions
+    of torch, ranks that never come are waited for as long as ``timeout``.
 
     Args:
         connect_timeout: How long the ranks may take to connect.
@@ -24,6 +25,8 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.Proce
         RuntimeError: A rank did not connect in time.
     """
     set_timeout = getattr(distributed_c10d, '_set_pg_timeout', None)  # since torch 2.3
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        set_timeout = None  # torch's wrapper, and the group inside it that checks each call, keep their first time-out
     with _without_bound_device():
         group = dist.new_group(backend='gloo', timeout=timeout if set_timeout is None else connect_timeout)
     if set_timeout is not None:

@@ -60,9 +60,10 @@ def _square(number: int) -> int:
 def _multiply(a: int, b: int) -> int:
     """The product of two polynomials, modulo the polynomial."""
     product, bit = 0, 1 << 31
-    while bit:
+    while a:
         if a & bit:
             product ^= b
+            a ^= bit
         b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
         bit >>= 1
     return product
@@ -78,17 +79,17 @@ def from_hex(text: str) -> int:
     return int(text, 16)
 
 
-#: Dtype to (unsigned word, mask without the sign bit, smallest masked value that is not finite).
+#: Dtype to (unsigned word, mask without the sign bit, smallest masked value that is not finite, sign bit or 0).
 #: E4M3 and E8M0 have no infinity and one NaN; C64 is two F32.
-_FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
-    'BF16': (np.uint16, 0x7FFF, 0x7F80),
-    'F16': (np.uint16, 0x7FFF, 0x7C00),
-    'F32': (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    'C64': (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    'F64': (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
-    'F8_E5M2': (np.uint8, 0x7F, 0x7C),
-    'F8_E4M3': (np.uint8, 0x7F, 0x7F),
-    'F8_E8M0': (np.uint8, 0xFF, 0xFF),
+_FORMATS: dict[str, tuple[type[np.unsignedinteger[Any]], int, int, int]] = {
+    'BF16': (np.uint16, 0x7FFF, 0x7F80, 1 << 15),
+    'F16': (np.uint16, 0x7FFF, 0x7C00, 1 << 15),
+    'F32': (np.uint32, 0x7FFFFFFF, 0x7F800000, 1 << 31),
+    'C64': (np.uint32, 0x7FFFFFFF, 0x7F800000, 1 << 31),
+    'F64': (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000, 1 << 63),
+    'F8_E5M2': (np.uint8, 0x7F, 0x7C, 1 << 7),
+    'F8_E4M3': (np.uint8, 0x7F, 0x7F, 1 << 7),
+    'F8_E8M0': (np.uint8, 0xFF, 0xFF, 0),
 }
 _WORDS = 1 << 19  # per pass, so that they stay in the CPU cache
 
@@ -101,15 +102,13 @@ def count_non_finite(data: memoryview | bytearray | bytes, dtype: str) -> int:
     """
     if dtype not in _FORMATS:
         return 0
-    kind, mask, least = _FORMATS[dtype]
+    kind, mask, least, sign = _FORMATS[dtype]
     words = np.frombuffer(data, kind)
-    return sum(_count(words[start : start + _WORDS], mask, least) for start in range(0, len(words), _WORDS))
+    return sum(_count(words[start : start + _WORDS], mask, least, sign) for start in range(0, len(words), _WORDS))
 
 
-def _count(words: np.ndarray, mask: int, least: int) -> int:
+def _count(words: np.ndarray, mask: int, least: int, sign: int) -> int:
     """Usually, two fast maxima of positive and of negative numbers show that there are none."""
-    every_bit = np.iinfo(words.dtype).max
-    sign = every_bit - mask
     if words.max() < sign + least and (not sign or words.view(f'i{words.itemsize}').max() < least):
         return 0
     return int(np.count_nonzero((words & words.dtype.type(mask)) >= least))

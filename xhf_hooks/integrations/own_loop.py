@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def save_hf(
         OptionError: An option has a bad value, or does not apply to this model.
         XhfError: The save failed; the same on every rank, and the previous save is untouched.
     """
+    began = time.perf_counter()
     path = folder('out_dir', out_dir)
     options = CallOptions(
         step=step,
@@ -75,9 +77,9 @@ def save_hf(
         saves = CheckpointManager(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
-        saves.newest.stays_locked = True  # a loop of calls is one run
+        saves.newest.is_of_calls = True
         try:
-            saves.save(Step('iter', number, number))
+            saves.save(Step('iter', number, number), call_began=began)
         finally:
             saves.close()
     except SharedError:

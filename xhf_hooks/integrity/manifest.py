@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
 from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.json_text import json_text
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import Step, WrittenTensor
 from xhf_hooks.system.versions import package_versions
@@ -36,7 +36,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, fina
     plan, step = save.plan, save.step
     for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+        (folder / name).write_text(json_text(index, indent=2, depth=2, sort_keys=True) + '\n', encoding='utf-8')
     content = {
         'format_version': FORMAT_VERSION,
         'step': {'unit': step.unit, 'number': step.number},
@@ -46,7 +46,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, fina
         'commit': {'number': number, 'run': run, 'name': final_name},
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
-    return (json.dumps(content, indent=1) + '\n').encode()
+    return (json_text(content, indent=1, depth=4) + '\n').encode()  # a line for each tensor
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:
@@ -82,8 +82,7 @@ def _describe_others(folder: Path, weights: set[str]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """A tensor as it was in memory before the write.
 
     Attributes:

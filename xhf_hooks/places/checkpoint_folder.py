@@ -53,7 +53,8 @@ class CheckpointFolder:
     - before training :meth:`claim`, after which no other run can use the folder;
     - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_room`; then all ranks write into
       it, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`,
-      which gives it the name of the newest save, and only then deletes older ones; and :meth:`abort`, however it ended;
+      which gives it the name of the newest save, and only then has older ones deleted in the background; and
+      :meth:`abort`, however it ended;
     - after a commit and before the next one :meth:`keep`, for readers that need the save longer;
     - at the end :meth:`release`.
 
@@ -69,7 +70,8 @@ class CheckpointFolder:
     Attributes:
         staging: The folder that is being filled; None when there is none.
         lock: Held from :meth:`claim` to :meth:`release`.
-        stays_locked: Whether :meth:`release` keeps other processes out until this one ends.
+        is_of_calls: Whether each save is a call of its own, and a loop of calls is one run. Then a commit waits until
+            older saves are deleted, and :meth:`release` keeps other processes out until this one ends.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class CheckpointFolder:
         self.max_keep = max_keep
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
-        self.stays_locked = False
+        self.is_of_calls = False
         self.others = OtherFolders(path, warn)
         self.staging: Path | None = None
         self._staged_inode = 0
@@ -122,8 +124,9 @@ class CheckpointFolder:
             raise
 
     def release(self) -> None:
-        """End the claim, so that another run can use the folder. Does nothing if it is not claimed."""
-        if self.stays_locked:
+        """End the claim, so that another run can use the folder, once nothing is being deleted there."""
+        self.others.deletion.wait()
+        if self.is_of_calls:
             self.lock.keep_until_exit()
         else:
             self.lock.release()
@@ -133,7 +136,11 @@ class CheckpointFolder:
         self._clean_up('discarded', 'kept', 'shared')  # this run has no readers yet
 
     def open_staging(self) -> Path:
-        """Begin a save, or a trial run that ends with :meth:`abort`; returns an empty folder."""
+        """Begin a save, or a trial run that ends with :meth:`abort`; returns an empty folder.
+
+        First waits until what the last commit deletes is gone, and its disk space free.
+        """
+        self.others.deletion.wait()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._clean_up('discarded')  # after a save that failed, or could not clean up
         self.staging = new_name(self.path, 'staging')
@@ -156,7 +163,7 @@ class CheckpointFolder:
             )
 
     def commit(self, save: WrittenSave, verify: str = 'sizes', workers: int | None = None) -> Path:
-        """Check that the save is complete, make it the newest, and only then delete older ones.
+        """Check that the save is complete, make it the newest, and only then have older ones deleted.
 
         Returns:
             The folder of the save: the newest, or one with the step in its name, if something else has that name.
@@ -185,6 +192,8 @@ class CheckpointFolder:
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
         self._publish(staging, save.step)
+        if self.is_of_calls:  # what comes after a call may delete the folder, or end the process
+            self.others.deletion.wait()
         return self._committed
 
     def abort(self) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import TargetError
+from xhf_hooks.errors import RanksDifferError, TargetError
+from xhf_hooks.format.text import some
 from xhf_hooks.places.checkpoint_folder import TEMPORARY, CheckpointFolder
 from xhf_hooks.places.file_system import new_name
 from xhf_hooks.planning.write_strategy import WriteStrategy
@@ -21,10 +22,22 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
 
     Raises:
         AgreedError: Rank 0 cannot write there.
+        RanksDifferError: Ranks were given different folders. One folder may have another path on each host, but not
+            another name, and every rank must then see what rank 0 writes there.
     """
     wanted = WriteStrategy.POSITIONAL if option == 'auto' else WriteStrategy(option)
-    if not wanted.all_ranks_write or all_ranks_see(folder, collective):
+    paths = {folder}
+    if collective.any(folder != collective.broadcast(folder), 'preflight'):
+        paths = {*collective.all_gather(folder)}
+    elif not wanted.all_ranks_write:
         return wanted
+    if len({path.name for path in paths}) == 1 and all_ranks_see(folder, collective):
+        return wanted
+    if len(paths) > 1:  # rank 0 would save into its folder, and others would be told that theirs has the save
+        raise RanksDifferError(
+            f'out_dir differs between ranks: {some(sorted(map(str, paths)))}. All ranks of a job save one model, so '
+            f'give all the same folder; to train several models, start the ranks of each as a job of their own'
+        )
     log.warning(
         f'not all ranks see {folder.parent}, so rank 0 writes: the writer is stream, not {wanted.value}. '
         f'To let every rank write, set out_dir to a folder on a shared file system'

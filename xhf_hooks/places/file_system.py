@@ -37,7 +37,7 @@ def look_up(path: Path) -> os.stat_result | None:
         OSError: The parent folder cannot be read.
     """
     with contextlib.suppress(OSError):
-        os.link(path.parent, path)
+        os.link(os.path.join(path.parent, '.'), path)  # the folder itself: a link to it could be linked
     try:
         return os.lstat(path)
     except FileNotFoundError:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError, XhfError
@@ -18,6 +19,7 @@ from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_commit, read_manifest
+from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.planning.types import Step
 
@@ -27,13 +29,17 @@ class OtherFolders:
 
     Args:
         newest: The folder of the newest save.
-        warn: Called with what could not be cleaned up, and with what was found that is not ours.
+        warn: Called with what could not be cleaned up, and with what was found that is not ours. From any thread.
+
+    Attributes:
+        deletion: Of the saves that a commit has made superfluous. Wait for it before the next save, and at each end.
     """
 
     def __init__(self, newest: Path, warn: Callable[[str], object]) -> None:
         self._newest, self._warn = newest, warn
         self._told: set[str] = set()
         self._guarded: set[Path] = set()
+        self.deletion = BackgroundDeletion()
 
     @contextlib.contextmanager
     def going_on(self, what: str) -> Iterator[None]:
@@ -128,16 +134,22 @@ class OtherFolders:
                 self.discard(path)
 
     def discard(self, folder: Path) -> None:
-        """Delete a complete save.
+        """Delete a complete save, in the background.
 
         It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
         such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
         """
-        with self.going_on(f'{folder}, which is no longer needed, could not be deleted'):
+        what = f'{folder}, which is no longer needed, could not be deleted'
+
+        def delete(discarded: Path) -> None:
+            with self.going_on(what):
+                self.remove(discarded)
+
+        with self.going_on(what):
             self.require_no_base(folder)
             discarded = new_name(self._newest, 'discarded')
             os.rename(folder, discarded)
-            self.remove(discarded)
+            self.deletion.start(partial(delete, discarded))
 
     def remove(self, path: Path) -> None:
         """Delete a temporary file or folder of ours.

@@ -33,6 +33,8 @@ class Portion:
     def held_by(self, rank: int) -> range:
         """The elements of the placement that a rank sends."""
         held = self.spread.held_by(rank)
+        if self.count == 1:
+            return held
         start, end = (held.start + len(held) * part // self.count for part in (self.number, self.number + 1))
         return range(start, end)
 

@@ -80,6 +80,8 @@ class Spread:
 
     def within(self, part: range) -> Spread:
         """The spread of a range of the elements, counted from the start of the range."""
+        if part == range(self.numel):
+            return self
         return replace(self, numel=len(part), skipped=self.skipped + part.start)
 
 

@@ -241,7 +241,7 @@ class SaveCost:
     """The cost of a save. Memory is the extra anonymous memory of the busiest rank, in bytes.
 
     Attributes:
-        seconds: Time from the start of the save to its commit.
+        seconds: Time from the start of the save to its commit; of ``save_hf``, from the start of the call.
         stalled_secs: How long training stood still; less than ``seconds`` for a background save.
         stage_secs: Seconds by stage, in order, including the time spent waiting for other ranks.
     """

@@ -195,10 +195,12 @@ class CheckpointManager:
         after: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
         remember_weights: bool = False,
+        call_began: float | None = None,
     ) -> None:
         """Make one save, in ``newest`` unless another target is given.
 
         Args:
+            call_began: As for :class:`.SaveClock`; for a save that training waits for.
             remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
 
         Raises:
@@ -215,7 +217,7 @@ class CheckpointManager:
                 if self._options.async_save:
                     self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
                 else:
-                    committed = self._saver.save(target, step, facts)
+                    committed = self._saver.save(target, step, facts, call_began)
                 self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')

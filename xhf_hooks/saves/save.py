@@ -132,18 +132,25 @@ class Saver:
         Snapshot(self.plan, self.source, self._memory, self.collective)
         return self._memory.nbytes
 
-    def save(self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any] | None = None) -> CommittedCheckpoint:
+    def save(
+        self,
+        target: CheckpointFolder,
+        step: Step,
+        facts: Mapping[str, Any] | None = None,
+        call_began: float | None = None,
+    ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
             facts: Fields of the manifest for this save only.
+            call_began: As for :class:`.SaveClock`.
 
         Raises:
             SharedError: A rank failed, in the stage that an AgreedError names, or ranks hold different models; the
                 previous checkpoint is untouched.
         """
         with self.collective.stage('save'):
-            save = self._begin(target, step, facts or {})
+            save = self._begin(target, step, facts or {}, call_began)
         return save.write_and_commit()
 
     def start(
@@ -188,10 +195,12 @@ class Saver:
         if self._beside is not None:
             self._beside.close()
 
-    def _begin(self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any]) -> Save:
+    def _begin(
+        self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any], call_began: float | None = None
+    ) -> Save:
         """Start the clock, plan again where tensors or the config are others now, and compare copies."""
         self.source.synchronize()  # what training has queued is not a cost of the save
-        clock = SaveClock()
+        clock = SaveClock(call_began)
         self.source = source_for(self._unwrapped.root)
         warn_of_left_out(self.log, self.planned.exporter, self._unwrapped.root)
         is_outdated = self.source.specs() != self.planned.specs or self.planned.exporter.is_outdated()

@@ -19,12 +19,18 @@ from xhf_hooks.sources.host_memory import MemoryMeter
 
 
 class SaveClock:
-    """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time."""
+    """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        call_began: When a call began whose only purpose is this save (``time.perf_counter()``). All that it does first
+            is a stage, too.
+    """
+
+    def __init__(self, call_began: float | None = None) -> None:
         self.meter = MemoryMeter()
-        self._started = time.perf_counter()
-        self._begun = [('plan', self._started)]
+        now = time.perf_counter()
+        self._started = now if call_began is None else call_began
+        self._begun = [('plan', now)] if call_began is None else [('preflight', call_began), ('plan', now)]
         self._stalled_secs: float | None = None
 
     def begin(self, stage: str) -> None:

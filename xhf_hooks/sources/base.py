@@ -70,6 +70,7 @@ class Source:
         self._tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
         self._strides = cache(_strides_of)  # which takes time for very many ranks
+        self._spread_over = cache(spread_over)  # many tensors have one size
         self._spreads: dict[int, Spread | None] = {}
 
     @classmethod
@@ -154,7 +155,7 @@ class Source:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
             return on_one_rank(tensor.numel(), 0, self._world_size)
-        return spread_over(tensor.numel(), [], self._world_size)
+        return self._spread_over(tensor.numel(), (), self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
         """The spread of what each of several groups of ranks holds together, in the order of its ranks."""
@@ -162,7 +163,7 @@ class Source:
         if strides is None:
             return None
         split = *strides, dist.get_world_size(group), max(1, each)
-        return spread_over(numel, [split], self._world_size, skipped)
+        return self._spread_over(numel, (split,), self._world_size, skipped)
 
     def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """:meth:`_spread_of`, found once per tensor."""

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError, TensorError
-from xhf_hooks.planning.spread import Spread, spread_over
+from xhf_hooks.model import modules_in, parameters_of
+from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalShard, Source
@@ -53,8 +54,10 @@ class Fsdp2Source(Source):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        is_sharded = any(_is_torchs(module, 'FSDPModule') for module in model.modules())
-        return is_sharded or not all(map(_is_whole, model.parameters()))
+        modules = modules_in(model)
+        if any(_is_class_of_torch(each, 'FSDPModule') for each in set(map(type, modules))):
+            return True
+        return any(_is_class_of_torch(each, 'DTensor') for each in set(map(type, parameters_of(modules))))
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
@@ -69,7 +72,7 @@ class Fsdp2Source(Source):
                 return None  # the parts of the last part would be smaller
             rows = -(-rows // size)
             parts.append((stride, size, max(1, rows * row_numel)))
-        return spread_over(tensor.numel(), parts, self._world_size)
+        return self._spread_over(tensor.numel(), tuple(parts), self._world_size)
 
     def local_shard(self, spec: TensorSpec) -> LocalShard:
         tensor = self._tensors[spec.name]
@@ -142,7 +145,7 @@ class Fsdp1Source(Source):
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         fsdp = sys.modules.get('torch.distributed.fsdp')
-        return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
+        return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in modules_in(model))
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not self._is_sharded(tensor):
@@ -199,15 +202,13 @@ class Fsdp1Source(Source):
         return id(tensor) in self._place and self._place[id(tensor)][0]._handle.uses_sharded_strategy
 
 
-def _is_torchs(thing: object, name: str) -> bool:
-    """Whether it is of torch.distributed's class of this name; the classes are in other modules before torch 2.6."""
-    return any(
-        base.__name__ == name and base.__module__.startswith('torch.distributed.') for base in type(thing).__mro__
-    )
+def _is_class_of_torch(cls: type, name: str) -> bool:
+    """Whether it is torch.distributed's class of this name; the classes are in other modules before torch 2.6."""
+    return any(base.__name__ == name and base.__module__.startswith('torch.distributed.') for base in cls.__mro__)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    return not _is_torchs(tensor, 'DTensor')
+    return not _is_class_of_torch(type(tensor), 'DTensor')
 
 
 def _row_splits(tensor: DTensor, strides: tuple[int, ...] | None) -> list[tuple[int, int]] | None:

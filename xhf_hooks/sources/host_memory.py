@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import queue
+import time
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -143,15 +144,21 @@ _STATM = Path('/proc/self/statm')
 class MemoryMeter:
     """Extra anonymous memory since its creation, in bytes. The peak is the largest value that :meth:`sample` saw."""
 
+    #: Asking the kernel takes as long as all else that a save does with a small tensor.
+    _interval_secs = 0.005
+
     def __init__(self) -> None:
         self._start = _anonymous_nbytes()
+        self._last, self._next_sample = 0, 0.0
         self.peak_extra_nbytes = 0
 
     def sample(self) -> int:
-        """Extra memory now."""
-        extra = _anonymous_nbytes() - self._start
-        self.peak_extra_nbytes = max(self.peak_extra_nbytes, extra)
-        return extra
+        """Extra memory now, or up to 5 ms ago."""
+        if (now := time.monotonic()) >= self._next_sample:
+            self._next_sample = now + self._interval_secs
+            self._last = _anonymous_nbytes() - self._start
+            self.peak_extra_nbytes = max(self.peak_extra_nbytes, self._last)
+        return self._last
 
 
 def return_freed_memory() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
+from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
@@ -42,7 +43,7 @@ class AutoTpSource(Source):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        return any(map(_is_split, model.parameters()))
+        return any(map(_is_split, parameters_of(modules_in(model))))
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
         """As of other models, but for the masters, which ZeRO spreads over some of the ranks only."""
@@ -64,29 +65,33 @@ def refuse_other_parallelism(model: nn.Module) -> None:
     Raises:
         ModelError: The message names the kind of parallelism, and what to do instead.
     """
-    if _is_deepspeeds(model, 'PipelineModule'):
+    if _is_deepspeeds(type(model), 'PipelineModule'):
         raise ModelError(
             f'{type(model).__name__}: expected the same layers on every rank, found pipeline parallelism of DeepSpeed '
             f'(PipelineModule). Train a PreTrainedModel with {_USE_ZERO_3}'
         )
-    experts = [name for name, module in model.named_modules() if _is_deepspeeds(module, 'AutoEPMoELayer')]
-    experts += [name for name, parameter in model.named_parameters() if _is_of_some_ranks(parameter)]
-    if experts:
+    modules = modules_in(model)
+    parameters = parameters_of(modules)
+    has_experts = any(_is_deepspeeds(each, 'AutoEPMoELayer') for each in set(map(type, modules)))
+    if has_experts or any(map(_is_of_some_ranks, parameters)):
+        experts = [name for name, module in model.named_modules() if _is_deepspeeds(type(module), 'AutoEPMoELayer')]
+        experts += [name for name, parameter in model.named_parameters() if _is_of_some_ranks(parameter)]
         raise ModelError(
             f'{experts[0]}: expected the same experts on every rank, found expert parallelism of DeepSpeed '
             f'(expert_parallel, or deepspeed.moe with ep_size). Train without it, with {_USE_ZERO_3}'
         )
-    for name, parameter in model.named_parameters():
+    is_any_split = any(map(_is_split, parameters))
+    for name, parameter in model.named_parameters() if is_any_split else ():
         if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
             raise ModelError(f'{name}: split by AutoTP, tensor parallelism of DeepSpeed (autotp_size), {problem}')
-    for module in model.modules():  # of transformers 5.0 to some version before 5.23; in 4, packed weights
+    for module in modules:  # of transformers 5.0 to some version before 5.23; in 4, packed weights
         if getattr(module, '_tp_size', None) not in (None, 1) and not _is_split_into_dtensors(module):
             raise ModelError(
                 f'{type(module).__name__}: expected DTensors, whose rows are in order, found other tensors that this '
                 f'version of transformers makes for tensor or expert parallelism (tp_plan). Use one that makes '
                 f'DTensors, such as 5.23, or train with {_USE_ZERO_3}'
             )
-    if any(map(_is_split, model.parameters())):
+    if is_any_split:
         _refuse_lost_adapters(model)
 
 
@@ -156,5 +161,5 @@ def _is_of_some_ranks(parameter: torch.Tensor) -> bool:
     return groups._get_expert_parallel_world_size(parameter.group_name) > 1
 
 
-def _is_deepspeeds(thing: object, name: str) -> bool:
-    return any(base.__name__ == name and base.__module__.startswith('deepspeed.') for base in type(thing).__mro__)
+def _is_deepspeeds(cls: type, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith('deepspeed.') for base in cls.__mro__)

@@ -9,7 +9,6 @@ compare a digest of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ import torch
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
-from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
 
@@ -37,22 +35,36 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
         of_mesh = {spread.copied: spread for spread in spreads.values()}
         ranks = range(collective.world_size)
         firsts = {mesh: [spread.first_holder(rank) for rank in ranks] for mesh, spread in of_mesh.items()}
+        are_of_mesh = [np.array([spread.copied == mesh for spread in spreads.values()]) for mesh in firsts]
         checksums = _checksums_of(list(spreads), source)
         # A row for each way in which copies are spread, a column for each rank; zero but for this rank's
         digests = np.zeros((len(firsts), collective.world_size), np.int64)
-        for row, mesh in zip(digests, firsts, strict=True):
-            is_of_mesh = [spread.copied == mesh for spread in spreads.values()]
+        for row, is_of_mesh in zip(digests, are_of_mesh, strict=True):
             row[collective.rank] = crc32(checksums[is_of_mesh].tobytes())
     if not spreads:
         return
-    digests, are_equal = collective.all_reduce(digests, 'SUM', 'compare'), True
+    digests, expected = collective.all_reduce(digests, 'SUM', 'compare'), digests
     with collective.stage('compare'):
-        are_equal = all((row == row[first]).all() for row, first in zip(digests, firsts.values(), strict=True))
-    if are_equal:
+        expected = np.stack([row[first] for row, first in zip(digests, firsts.values(), strict=True)])
+    if (digests == expected).all():
         return
-    everyone, difference = collective.all_gather(checksums), ''
     with collective.stage('compare'):
-        difference = _difference(everyone, spreads, firsts)
+        # Of each way, the checksums of the first rank whose copy differs, and of the rank with which it is compared:
+        # as many numbers as there are tensors, however many ranks there are
+        sides = np.zeros((2, len(spreads)), np.int64)
+        for is_odd, first, is_of_mesh in zip(digests != expected, firsts.values(), are_of_mesh, strict=True):
+            for rank in np.flatnonzero(is_odd)[:1].tolist():
+                for side, holder in zip(sides, (first[rank], rank), strict=True):
+                    side[is_of_mesh] = checksums[is_of_mesh] if holder == collective.rank else 0
+    sides, difference = collective.all_reduce(sides, 'SUM', 'compare'), ''
+    with collective.stage('compare'):
+        odd = {
+            rank: first[rank]
+            for is_odd, first in zip(digests != expected, firsts.values(), strict=True)
+            for rank in np.flatnonzero(is_odd).tolist()
+        }
+        differing = [spec.name for spec, is_odd in zip(spreads, sides[0] != sides[1], strict=True) if is_odd]
+        difference = _describe_difference(differing, len(spreads), odd)
     raise RanksDifferError(difference)
 
 
@@ -65,20 +77,18 @@ def checksum_held(source: Source, specs: Sequence[TensorSpec], collective: Colle
     return crc32(_checksums_of([spec for spec in specs if spec.name in held], source).tobytes())
 
 
-def _difference(
-    everyone: Sequence[np.ndarray], spreads: Mapping[TensorSpec, Spread], firsts: Mapping[Any, list[int]]
-) -> str:
-    """What differs, by the checksums of all ranks."""
-    columns = np.stack(everyone).T
-    is_odd = np.stack([o != o[firsts[s.copied]] for o, s in zip(columns, spreads.values(), strict=True)])
-    differing, odd = np.flatnonzero(is_odd.any(1)), np.flatnonzero(is_odd.any(0)).tolist()
-    names, each = [spec.name for spec in spreads], list(spreads.values())
-    expected = sorted({each[number].first_holder(rank) for number, rank in np.argwhere(is_odd).tolist()})
+def _describe_difference(differing: Sequence[str], n_tensors: int, odd: Mapping[int, int]) -> str:
+    """The message for copies that differ.
+
+    Args:
+        differing: Names of the tensors that differ on the first of the ranks in ``odd``.
+        odd: Each rank that has other values, to the rank with which it was compared.
+    """
     return (
-        f'{names[differing[0]]}: expected equal copies on all ranks, found other values on ranks {odd} than '
-        f'on rank {", ".join(map(str, expected))} (in {len(differing)} of {len(names)} tensors). Wrap the '
-        f'model in DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or give each '
-        f'model a process group and a folder of its own'
+        f'{differing[0]}: expected equal copies on all ranks, found other values on ranks {sorted(odd)} than on rank '
+        f'{", ".join(map(str, sorted({*odd.values()})))} (in {len(differing)} of {n_tensors} tensors). Wrap the model '
+        f'in DistributedDataParallel, save after ranks have averaged their weights (LocalSGD), or start the ranks of '
+        f'each model as a job of their own, since all ranks of a job save one model'
     )
 
 

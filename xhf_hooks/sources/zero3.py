@@ -15,6 +15,7 @@ from torch import nn
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
@@ -34,7 +35,7 @@ class Zero3Source(Source):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        return any(_is_partitioned(parameter) for parameter in model.parameters())
+        return any(map(_is_partitioned, parameters_of(modules_in(model))))
 
     def specs(self) -> list[TensorSpec]:
         if any(getattr(getattr(t, '_z3_optimizer', None), 'zenflow', False) is True for t in self._tensors.values()):

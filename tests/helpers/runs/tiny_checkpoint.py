@@ -38,9 +38,10 @@ def iteration(number: int) -> Step:
 
 
 def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
-    """Make a complete save of iteration ``number``."""
+    """Make a complete save of iteration ``number``, and wait until what it replaces is deleted."""
     plan = tiny_plan()
     folder.commit(WrittenSave(plan, stage(folder, plan, number), iteration(number), facts))
+    folder.others.deletion.wait()
 
 
 def content(path: Path) -> int:

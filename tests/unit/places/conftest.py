@@ -58,6 +58,7 @@ def commit_with(folder: CheckpointFolder, number: int, name: str, text: str) -> 
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     folder.commit(WrittenSave(plan, tensors, iteration(number)))
+    folder.others.deletion.wait()
 
 
 def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, instead_of: Callable[..., Any]) -> Any:

@@ -5,7 +5,9 @@ A save that is being read stays, under one name, while the next ones come and go
 
 import os
 import shutil
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,7 +17,7 @@ from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.places import kept_save
+from xhf_hooks.places import kept_save, other_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.planning.plan import WrittenSave
@@ -183,3 +185,57 @@ def test_the_next_run_removes_what_a_killed_one_kept_but_not_what_a_command_adde
     assert (apart / 'results' / 'score.json').read_text() == 'mine'
     shutil.rmtree(apart)
     assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 1}
+
+
+def test_the_folder_above_may_be_a_link(tmp_path):
+    (tmp_path / 'disk').mkdir()
+    (tmp_path / 'out').symlink_to(tmp_path / 'disk')
+    folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1)
+    folder.claim()
+    for number in (1, 2):
+        commit_one(folder, number)
+    folder.release()
+    assert visible(tmp_path / 'disk') == {'hf_model': 2}
+
+
+@pytest.mark.parametrize('then', ['next save', 'end', 'best'])
+def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(tmp_path, monkeypatch, then):
+    """Until then it has a name that the next run sweeps."""
+    folder = CheckpointFolder(tmp_path / 'hf_model', 1)
+    best = folder.beside('best')
+    for each in (folder, best):
+        each.claim()
+        commit_one(each, 1)
+    may_delete, deleted = threading.Event(), list[str]()
+
+    def delete_later(path: Path) -> None:
+        assert may_delete.wait(60)
+        deleted.append(path.name.partition('-')[0])
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(other_folders, 'remove_tree', delete_later)
+    plan = tiny_plan()
+    folder.commit(WrittenSave(plan, stage(folder, plan, 2), iteration(2)))
+    assert deleted == [] and visible(tmp_path)['hf_model'] == 2
+    assert len([name for name in hidden(tmp_path) if name.startswith('.hf_model.discarded-')]) == 1
+    if then == 'best':  # another target, with deletions of its own
+        stage(best, plan, 2)
+        assert deleted == []
+    threading.Timer(0.2, may_delete.set).start()
+    if then == 'next save':
+        stage(folder, plan, 3)
+    else:
+        folder.release()
+    assert deleted == ['.hf_model.discarded']
+    best.abort(), folder.abort()
+    assert [name for name in hidden(tmp_path) if 'discarded' in name] == []
+
+
+def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, monkeypatch):
+    """As while the interpreter exits, when the last save may still be written."""
+    commit_one(folder, 1)
+    plan = tiny_plan()
+    written = WrittenSave(plan, stage(folder, plan, 2), iteration(2))
+    monkeypatch.setattr(threading.Thread, 'start', mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    folder.commit(written)
+    assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 2}

@@ -11,8 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.models.zoo.llamas import llama
+from xhf_hooks import save_hf
+from xhf_hooks.places import other_folders
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves import manager
 from xhf_hooks.saves.preflight import log_preparations
 from xhf_hooks.saves.telemetry import Progress, RunLog, log_save, show
 
@@ -105,3 +109,17 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
         log_save(log, found)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
     assert warnings == ['Door: no tokenizer', 'Door: NaN', 'Door: NaN']
+
+
+def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypatch):
+    """What comes before the save, and the deletion of the save that it replaces."""
+    caplog.set_level(logging.INFO)
+    chosen, deleted = manager.choose_strategy, other_folders.remove_tree
+    monkeypatch.setattr(manager, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
+    monkeypatch.setattr(other_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
+    for _ in range(2):
+        cost = save_hf(llama(), tmp_path / 'hf_model').cost
+    assert list(cost.stage_secs)[:2] == ['preflight', 'plan']
+    assert cost.stage_secs['preflight'] > 0.3 and cost.stage_secs['commit'] > 0.3
+    assert cost.seconds == pytest.approx(sum(cost.stage_secs.values()), abs=0.1)
+    assert caplog.text.count('stages preflight ') == 2

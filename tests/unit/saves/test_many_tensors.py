@@ -1,0 +1,88 @@
+"""Models of very many small tensors: calls of a save for each of them are counted, since seconds vary."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.collective import Collective
+from xhf_hooks.format.json_text import json_text
+from xhf_hooks.model import module_tensors, modules_in, parameters_of
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.sources import host_memory
+from xhf_hooks.sources.host_memory import MemoryMeter
+
+#: Calls of Python functions for each tensor, in the thread that trains. They were 439 in 2026-11.
+MOST_CALLS = 120
+
+
+def calls_of_a_save(n_layers: int, root: Any) -> tuple[int, int]:
+    """Calls of Python functions in the second save of a model, and its number of tensors."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=n_layers, num_attention_heads=2, vocab_size=32
+    )
+    saver = make_saver(LlamaForCausalLM(config).bfloat16(), Collective(), writer='positional')
+    folder = CheckpointFolder(root / f'{n_layers}', 1)
+    saver.save(folder, iteration(1))
+    n_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal n_calls
+        n_calls += event == 'call'
+
+    sys.setprofile(count)
+    try:
+        saver.save(folder, iteration(2))
+    finally:
+        sys.setprofile(None)
+    saver.close(), folder.release()
+    return n_calls, len(saver.plan.placements)
+
+
+def test_few_calls_for_each_tensor(tmp_path):
+    (few_calls, n_few), (many_calls, n_many) = calls_of_a_save(2, tmp_path), calls_of_a_save(42, tmp_path)
+    assert n_many - n_few == 40 * 9
+    assert (many_calls - few_calls) / (n_many - n_few) < MOST_CALLS
+
+
+def test_memory_is_not_asked_for_at_each_tensor(monkeypatch):
+    found, times = iter([100, 700, 300, 900]), iter([0.0, 0.001, 0.004, 0.006, 0.02])
+    monkeypatch.setattr(host_memory, '_anonymous_nbytes', lambda: next(found))
+    monkeypatch.setattr(host_memory.time, 'monotonic', lambda: next(times))
+    meter = MemoryMeter()
+    assert [meter.sample() for _ in range(5)] == [600, 600, 600, 200, 800]
+    assert meter.peak_extra_nbytes == 800
+
+
+@pytest.mark.parametrize('sort_keys', [False, True])
+def test_json_is_that_of_dumps(sort_keys):
+    index = {'metadata': {'total_size': 3}, 'weight_map': {'b"': 'ü', 'a': 'x'}, 'empty': {}, 'none': None}
+    assert json_text(index, indent=2, depth=2, sort_keys=sort_keys) == json.dumps(index, indent=2, sort_keys=sort_keys)
+    deep = {'files': {'one': {'tensors': {'b': {'shape': [2, 3], 'a': 1}}}}}
+    assert json_text(deep, indent=1, depth=3, sort_keys=sort_keys) == (
+        '{\n "files": {\n  "one": {\n   "tensors": '
+        + json.dumps(deep['files']['one']['tensors'], sort_keys=sort_keys)
+        + '\n  }\n }\n}'
+    )
+
+
+def test_a_model_is_walked_as_torch_does():
+    """Modules and tensors that are there twice, and None where a layer was removed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    model.again, model[2].also = model[0], model[1]
+    model.nothing = None
+    model.register_module('no_module', None)
+    model[2].tied = model[0].weight
+    assert {*map(id, modules_in(model))} == {*map(id, model.modules())}
+    assert len(modules_in(model)) == len([*model.modules()])
+    assert {*map(id, parameters_of(modules_in(model)))} == {*map(id, model.parameters())}
+    expected = model.state_dict()
+    assert [name for name, _ in module_tensors(model)] == [*expected]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in module_tensors(model))
