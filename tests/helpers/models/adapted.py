@@ -61,10 +61,9 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
     from peft import LoraConfig, get_peft_model
 
     options = {'r': 3, 'lora_alpha': 5, 'target_modules': list(ATTENTION), 'task_type': 'CAUSAL_LM', **lora}
-    if options['target_modules'] == 'all-linear' and not hasattr(
-        peft.utils.constants, 'INCLUDE_LINEAR_LAYERS_SHORTHAND'
-    ):
-        head = model.get_output_embeddings()  # peft before 0.8 has no word for all others
+    knows_all_linear = hasattr(peft.utils.constants, 'INCLUDE_LINEAR_LAYERS_SHORTHAND')  # not before peft 0.8
+    if options['target_modules'] == 'all-linear' and not knows_all_linear:
+        head = model.get_output_embeddings()
         linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
         options['target_modules'] = sorted({name.rpartition('.')[2] for name in linear})
     with torch.random.fork_rng(devices=[]):
@@ -81,6 +80,8 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
 
 def can_be_made(family: str, **lora: Any) -> bool:
     """Whether the installed peft has these options, and layers for what they name."""
+    if not available(family, MODELS):
+        return False
     try:
         adapted(family, **lora)
     except (TypeError, ValueError):
@@ -104,7 +105,7 @@ def is_known_to_peft(kind: str) -> bool:
     from peft import get_peft_model_state_dict
 
     family, lora = KINDS[kind]
-    if not available(family, MODELS) or not can_be_made(family, **lora):
+    if not can_be_made(family, **lora):
         return False
     model = adapted(family, **lora)
     if kind == 'embedding_dora' and not _is_merged_as_it_is_used(model):

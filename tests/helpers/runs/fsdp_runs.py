@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.models.zoo.llamas import llama, odd_llama
@@ -55,6 +54,8 @@ def shard(model: Any, kind: str) -> Any:
 
 def whole_state(model: Any) -> dict[str, Any]:
     """By torch itself, on every rank."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
@@ -116,6 +117,8 @@ def plain_dcp(kind: str, folder: Path) -> None:
     """``torch.distributed.checkpoint.save`` of FSDP2's state dict, with optimizer state, as torch's tutorial has it."""
     model, optimizer = trained(kind, 'fsdp2')
     save_hf(model, folder / 'hook')
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({'app': {'model': model_state, 'optimizer': optimizer_state}}, checkpoint_id=folder / 'state')
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.utils import GatedRepoError
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel

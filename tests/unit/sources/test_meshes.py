@@ -5,12 +5,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import distributed as dist
 
 from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.runs.fsdp_runs import split_layers
 from xhf_hooks.planning.spread import mesh_strides, spread_over
 from xhf_hooks.sources.fsdp import Fsdp2Source
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.distributed.fsdp, 'fully_shard'), reason='this torch has no FSDP2')
 
 WORLD_SIZE = 8
 #: Sizes of the mesh: replicas, shards and tensor parallelism.
