@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.runs import frontends as doors
@@ -23,6 +22,7 @@ def shard(model: Any, kind: str) -> Any:
         kind: ``fsdp1`` or ``fsdp2``, and what it does beside that. ``hsdp1``, ``hsdp2``, ``tp`` and ``fsdp1_tp`` need
             four ranks: two replicas of two shards, or two shards of two halves by tensor parallelism.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.distributed.tensor import Shard
