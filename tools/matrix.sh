@@ -7,7 +7,8 @@
 # For each set: what `pip install .` would change there (it must add this package alone); tests/unit, in which
 # test_families compares names, tensors and configs of more than 50 families with save_pretrained of that transformers;
 # tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
-# converts and verifies; where XTuner is installed, tests/e2e/xtuner_stack, its real runs. Then the set's row of the table in docs/versions.md is written anew.
+# converts and verifies; where XTuner is installed, tests/e2e/xtuner_stack, its real runs. Then the set's row of the
+# table in docs/versions.md is written anew.
 #
 # A set needs 5 to 7 GB of disk (the CUDA build of torch), g++ and, for old versions of DeepSpeed, numactl. uv installs
 # it, and a Python that the machine lacks; uv itself is installed into .venv-matrix if it is not on PATH.
@@ -49,10 +50,10 @@ run_tests() {
 
 # test_set SET: test it and write its row.
 test_set() {
-    local file=requirements/matrix/$1.txt python=$ROOT/$1/bin/python left_out changed unit runs versions
+    local python=$ROOT/$1/bin/python left_out changed unit runs versions
     local modules=(tests/distributed/test_any_set.py)
     local passed='^[0-9]+ passed(, [0-9]+ skipped)?$'
-    mapfile -t left_out < <(sed -n -E 's/^# without ([^ ]+): .*/--deselect=\1/p' "$file")
+    mapfile -t left_out < <(list_left_out "$1")
     changed=$("$python" -m pip install --dry-run . | sed -n 's/^Would install//p')
     [[ $changed == *xhf?hooks-* ]] || _fail "$1: pip install --dry-run . failed"
     changed=$(sed -E 's/ xhf.hooks-[^ ]+//; s/^ //' <<<"$changed")

@@ -3,23 +3,22 @@
 #
 #     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
 #     bash tools/test.sh --all                 both tiers, as CI does
-#     bash tools/test.sh --rest                second tier: XTuner's stack, kills, faults, file systems, stores, devices
+#     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
+#     bash tools/test.sh --xtuner-0.2          the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
 #     bash tools/test.sh --trainers [NAME...]  real trainers, and vLLM (tests/trainers/test_NAME.py), in neither tier
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
 # A tier's rows of runs go on at the same time, since half of a run is waiting. The first tier needs Python 3.10 to 3.14
-# and a C++ compiler; the second Python 3.11 or 3.12, and root, to mount small file systems and install Debian packages.
+# and a C++ compiler; the second Python 3.10 or 3.11, and root, to mount small file systems and install Debian packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
-XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py)
-# Runs of `xtuner train`, in the set that most of its users have
-RUNS=(tests/e2e/xtuner_stack/test_{train,llava_train}.py)
+XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py tests/e2e/xtuner_stack)
 TRAINERS=(trl axolotl swift llamafactory vllm)
 
 logs=$(mktemp -d)
@@ -66,19 +65,14 @@ test_with() {
     python -m pytest -q --junitxml="$logs/$2.xml" -o junit_family=xunit1 "${@:3}"
 }
 
+# test_xtuner STACK: in the set that most of its users have, xtuner-0.1, or in xtuner, which is 0.2.0.
 test_xtuner() {
-    make_env .venv-xtuner xtuner test
-    rm -f .venv-xtuner/torch_extensions/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
+    local left_out=()
+    make_env ".venv-$1" "$1" test
+    rm -f ".venv-$1"/torch_extensions/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
+    [[ $1 == xtuner ]] || mapfile -t left_out < <(list_left_out xtuner-0.1.23)
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
-    test_with .venv-xtuner xtuner --complete -m 'not modern_only' "${XTUNERS[@]}" tests/e2e/xtuner_stack \
-        "${RUNS[@]/#/--ignore=}"
-}
-
-test_xtuner_0_1() {
-    make_env .venv-xtuner-0.1 xtuner-0.1 test
-    rm -f .venv-xtuner-0.1/torch_extensions/*/lock
-    export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
-    test_with .venv-xtuner-0.1 xtuner_0_1 --complete "${RUNS[@]}"
+    test_with ".venv-$1" xtuner --complete -m 'not modern_only' "${XTUNERS[@]}" "${left_out[@]}"
 }
 
 # Families that transformers 4.52 to 4.57 save under other names than they have in memory.
@@ -119,7 +113,7 @@ second_tier() {
     make_overlay transformers-4.57.6
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
-    (run xtuner test_xtuner; run xtuner_0_1 test_xtuner_0_1; run transformers4 test_transformers4; run docs build_docs) &
+    (run xtuner test_xtuner xtuner-0.1; run transformers4 test_transformers4; run docs build_docs) &
     local files
     mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py' --exclude-dir=xtuner_stack)
     show stress test_with .venv stress --complete -m needs tests/stress "${files[@]}"
@@ -145,7 +139,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit xtuner xtuner_0_1 transformers4 docs; do
+    for name in lint unit xtuner transformers4 docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
@@ -182,6 +176,10 @@ case ${1-} in
                 test_with .venv "$trainer" "tests/trainers/test_$trainer.py"
             )
         done
+        ;;
+    --xtuner-0.2)
+        make_env .venv modern test # which reads what XTuner's runs wrote
+        test_xtuner xtuner
         ;;
     --docs)
         make_env .venv modern test docs

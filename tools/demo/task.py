@@ -78,7 +78,9 @@ def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
         add_bos_token=True,  # the class's default differs between versions of transformers
     )
     trained = json.loads(bpe.to_str())['model']
-    vocab, merges = trained['vocab'], [tuple(pair) for pair in trained['merges']]
+    # Before tokenizers 0.20 a merge is one text, with a space between its two tokens
+    pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in trained['merges']]
+    vocab, merges = trained['vocab'], [tuple(pair) for pair in pairs]
     if 'vocab' in signature(LlamaTokenizer.__init__).parameters:
         return LlamaTokenizer(vocab=vocab, merges=merges, **options)
     # transformers 4 takes the whole tokenizer: what 5 makes of the vocabulary

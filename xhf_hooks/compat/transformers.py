@@ -181,3 +181,17 @@ def loaded_without_device_map(
             problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
             return model, problems
     return None
+
+
+def kept_in_fp32_by_name(kind: type[PreTrainedModel], names: Collection[str], dtype: torch.dtype) -> set[str] | None:
+    """The tensors that ``from_pretrained`` with this dtype keeps in fp32; None if the installed one has other rules.
+
+    transformers before 4.48 cannot load empty tensors into a class that keeps some in fp32. There it goes by the parts
+    of their names, and for float16 alone (``modeling_utils.py``, ``_load_pretrained_model``).
+    """
+    from transformers import modeling_utils
+
+    if 'module_to_keep_in_fp32 in key.split(".")' not in inspect.getsource(modeling_utils):
+        return None
+    kept = set(kind._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    return {name for name in names if kept.intersection(name.split('.'))}

@@ -11,7 +11,6 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from xhf_hooks.base_files import is_remote_code
@@ -26,7 +25,14 @@ from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
 from xhf_hooks.exporters.lora_merge import merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
-from xhf_hooks.exporters.rehearsal import differences, load_empty, needs_its_code, not_rehearsed, require_none
+from xhf_hooks.exporters.rehearsal import (
+    differences,
+    load_and_find_fp32,
+    load_empty,
+    needs_its_code,
+    not_rehearsed,
+    require_none,
+)
 from xhf_hooks.exporters.surroundings import write_what_surrounds
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
@@ -147,11 +153,10 @@ class HuggingFaceExporter(Exporter):
         if dtype != 'F32' and any(getattr(self._reference, name, None) for name in lists):
             kind = self._class_that_loads()
             try:
-                loaded, _ = load_empty(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
+                wide = load_and_find_fp32(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
             except Exception as error:  # it may be custom code
                 expected = f'None, since {kind.__name__} keeps tensors in fp32, and which could not be tried: {error!r}'
                 raise OptionError('dtype', expected, dtype) from error
-            wide = (name for name, tensor in module_tensors(loaded) if tensor.dtype == torch.float32)
             kept = {self._names[name].name for name in wide if name in self._names}
         result = []
         for entry in entries:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xhf_hooks.compat.deepspeed import restore_inherited_init
-from xhf_hooks.compat.transformers import loaded_without_device_map
+from xhf_hooks.compat.transformers import kept_in_fp32_by_name, loaded_without_device_map
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.on_meta import preserved_random_state, tensors_of_modules_on_meta, without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
+from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import ExportEntry, Placement
 from xhf_hooks.system.library_settings import quiet
 
@@ -76,6 +77,28 @@ def load_empty(
                 raise
             model, problems = loaded
         return model, problems
+
+
+def load_and_find_fp32(
+    kind: Any,
+    config: PretrainedConfig,
+    entries: Sequence[ExportEntry],
+    dtype: torch.dtype,
+    arguments: Mapping[str, Any] | None,
+) -> set[str]:
+    """The names of the tensors that ``from_pretrained`` with a 16-bit dtype keeps in fp32. Runs on: all ranks.
+
+    Raises:
+        Exception: Anything, if the class cannot be loaded empty, and the installed transformers has no simple rule.
+    """
+    try:
+        loaded, _ = load_empty(kind, config, entries, dtype, arguments)
+    except Exception:
+        by_name = kept_in_fp32_by_name(kind, [entry.hf_name for entry in entries], dtype)
+        if by_name is None:
+            raise
+        return by_name
+    return {name for name, tensor in module_tensors(loaded) if tensor.dtype == torch.float32}
 
 
 def load_and_tell(
