@@ -215,6 +215,8 @@ def _config_of_run(
     if is_of_trainer or base != str(folder):
         forget_use_cache(config, base)
         config._name_or_path = base
+    if getattr(config, 'architectures', None) is None:  # as config.save_pretrained alone writes it
+        config.architectures = getattr(of_base, 'architectures', None)
     differing = _differing(config, of_base)
     if given is not None and differing:
         meta_model.notes.append(

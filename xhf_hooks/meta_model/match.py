@@ -25,6 +25,8 @@ _REMEDY = '--base has to name the model that training started from'
 
 #: Ends of the names of buffers that transformers before 4.31 saved, and that no newer class has or lists as ignored.
 _BUFFERS_OF_OLD = ('rotary_emb.inv_freq', '.masked_bias', '.position_ids')
+#: Ends of the names of tensors that AWQ and GPTQ make of weights.
+_OF_QUANTIZED = ('.qweight', '.qzeros', '.scales', '.g_idx')
 
 
 @dataclass
@@ -177,6 +179,8 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
     inside = tuple(f'{path}.'.removeprefix('.') for path in _outermost(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
         told = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
+        if all(name.endswith(_OF_QUANTIZED) for name in lost):
+            raise BaseModelError(f'{told}; they are of quantized weights (AWQ, GPTQ), which training does not change')
         if any(is_of_adapter(name) for name in lost) and not adapters_in(meta_model.module):
             raise BaseModelError(
                 f'{told}; they are of peft: --base has to name a folder with the adapter_config.json, or --config a '

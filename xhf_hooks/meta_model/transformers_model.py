@@ -235,8 +235,9 @@ def other_version_remedy(models: Sequence[nn.Module]) -> str:
     others = sorted(version for version in wrote if isinstance(version, str) and version != installed)
     which = f"{others[0]}', which wrote its config.json" if others else "VERSION'"
     return (
-        f'. If it does, training had another transformers than {installed}, with other names: pip install '
-        f"'transformers=={which}, or convert where the run was trained"
+        f'. If it does, the names in the checkpoint are of another transformers than {installed}: pip install '
+        f"'transformers=={which}, or convert where the run was trained; or they are a trainer's own, as of torchtitan, "
+        f'Megatron and LitGPT: first export with it to Hugging Face'
     )
 
 

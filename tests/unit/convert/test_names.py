@@ -1,5 +1,6 @@
 """Names in checkpoints: of wrappers, of adapters and quantizers, of several models; and what is in none of them."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -67,6 +68,35 @@ def test_a_model_and_its_compiled_self_are_one(llama, tmp_path):
     torch.save({'state_dict': both}, tmp_path / 'x.pth')
     out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
     assert_same_folder_tensors(out, folder / 'trained')
+
+
+@pytest.mark.parametrize(
+    ('renamed', 'told'),
+    [
+        (lambda name: name.replace('model.layers', 'blocks').replace('weight', 'w'), 'as of torchtitan, Megatron'),
+        (lambda name: name.replace('_proj.weight', '_proj.qweight'), 'quantized weights (AWQ, GPTQ)'),
+    ],
+    ids=['of a trainer', 'of AWQ'],
+)
+def test_names_of_others(llama, tmp_path, capsys, renamed, told):
+    folder, state = llama
+    torch.save({renamed(name): tensor for name, tensor in state.items()}, tmp_path / 'x.pth')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert told in line and str(folder / 'base') in line
+
+
+def test_a_config_of_the_run_that_names_no_class(llama, tmp_path):
+    """As ``config.save_pretrained`` writes it before there is a model."""
+    folder, state = llama
+    (tmp_path / 'run').mkdir()
+    torch.save(state, tmp_path / 'run' / 'pytorch_model.bin')
+    config = json.loads((folder / 'base' / 'config.json').read_text())
+    del config['architectures']
+    (tmp_path / 'run' / 'config.json').write_text(json.dumps(config))
+    for options in ([], ['--base', folder / 'base']):
+        out = convert(tmp_path / 'run', tmp_path / f'out{len(options)}', *options)
+        assert_same_folder_tensors(out, folder / 'trained')
+        assert json.loads((out / 'config.json').read_text())['architectures'] == ['LlamaForCausalLM']
 
 
 # Wrappers

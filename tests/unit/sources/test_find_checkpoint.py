@@ -78,6 +78,24 @@ def test_a_model_in_several_files(tmp_path, suffix):
         assert [file.name for file in find_checkpoint(given).model_files] == names
 
 
+@pytest.mark.parametrize('more', [(), ('config.json',), ('model.safetensors.index.json', 'config.json')])
+def test_files_of_a_model_that_nobody_can_load(tmp_path, more):
+    """Without an index, or with one that is damaged: it is no Hugging Face folder, and all weights are there."""
+    names = [f'{stem}-0000{number}-of-00002.safetensors' for stem in ('model', 'ft-model') for number in (1, 2)]
+    for shards in (names[:2], names[2:]):
+        folder = put(tmp_path / shards[0], *shards, *more, 'recipe_state.pt')
+        assert [file.name for file in find_checkpoint(folder).model_files] == shards
+
+
+def test_a_link_to_a_checkpoint_is_no_other_one(tmp_path):
+    put(tmp_path, 'iter_5.pth')
+    (tmp_path / 'latest.pth').symlink_to('iter_5.pth')
+    assert found(tmp_path) == ('file', 'iter_5.pth')
+    (tmp_path / 'iter_5.pth').unlink()
+    with pytest.raises(CheckpointError, match=r'a link to iter_5\.pth, which does not exist'):
+        find_checkpoint(tmp_path / 'latest.pth')
+
+
 RUN_FOLDERS = {
     'mmengine': ('work/iter_4.pth/mp_rank_00_model_states.pt', ['work/iter_4.pth', 'work']),
     'mmengine, a file': ('work/iter_4.pth', ['work']),
@@ -136,6 +154,23 @@ REFUSED = {
     'tensor parallelism': ('', ['mp_rank_00_model_states.pt', 'mp_rank_01_model_states.pt'], 'tensor, pipeline'),
     'a name of nobody': (
         '', ['zero_pp_rank_01_mp_rank_00_optim_states.pt'], 'not a file name of DeepSpeed'),
+    'parts of verl': ('actor', ['actor/model_world_size_2_rank_0.pt', 'actor/huggingface/config.json'], 'verl'),
+    'Megatron': ('', ['iter_0000500/mp_rank_00/model_optim_rng.pt'], 'Megatron'),
+    'nanotron': ('10', ['10/model/model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors'], 'nanotron'),
+    'below it, models': (
+        '', ['actor/pytorch_model.bin', 'critic/latest', 'log/x.txt'], 'give a folder below it: actor, critic$'),
+    'below it, of verl': ('', ['data.pt', 'actor/model_world_size_2_rank_0.pt'], 'verl'),
+    'below it, deep': (
+        '', ['version_0/checkpoints/last.ckpt', 'x/optimizer.pt'], 'give a folder below it: version_0/checkpoints$'),
+    'two models of Accelerate': (
+        '', ['model.safetensors', 'model_1.safetensors'], r'\(model_1.safetensors, model.safetensors\)'),
+    'a final adapter and an earlier one': (
+        '', ['adapter_model.safetensors', 'adapter_config.json', 'checkpoint-5/latest'], r'\(checkpoint-5, adapter_m'),
+    'an adapter with other tensors': (
+        '', ['adapter_model.safetensors', 'adapter_config.json', 'non_lora_trainables.bin'], 'a Hugging Face folder'),
+    'an adapter of an older peft': ('', ['adapter_model.bin', 'adapter_config.json'], 'an adapter already'),
+    'a part of a model': (
+        '', ['config.json', 'model-00001-of-00002.safetensors'], 'model-00002-of-00002.safetensors missing; copy'),
     'experts': ('', ['mp_rank_00_model_states.pt', 'expp_rank_0_mp_rank_00_optim_states.pt'], 'expert parallelism'),
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
 """Files of torch.save, and of a base model: where the bytes of each tensor are, and what is wrong with damaged ones."""
 
+import gzip
 import json
+import pickle
 import struct
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -112,8 +115,21 @@ def flipped(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'weight', b'weighu'))
 
 
+def tarred(path: Path) -> None:
+    with tarfile.open(path, 'w') as archive:
+        archive.addfile(tarfile.TarInfo('iter_5.pth'))
+
+
 BAD = {
     'text': (lambda p: p.write_text('hello'), 'not a file of torch.save'),
+    'gzip': (lambda p: p.write_bytes(gzip.compress(bytes(99))), 'compressed by gzip; unpack it, and give'),
+    'tar': (tarred, 'an archive of tar; unpack it, and give'),
+    'GGUF': (lambda p: p.write_bytes(b'GGUF\3' + bytes(99)), 'GGUF file of llama.cpp; .*gguf_file='),
+    'a pickle': (
+        lambda p: p.write_bytes(pickle.dumps({'w': 1}, protocol=4)),
+        'a pickle, not of torch.save; if you',
+    ),
+    'JSON': (lambda p: p.write_text('{"a": 1}'), 'a JSON file; give the folder'),
     'empty': (lambda p: p.write_bytes(b''), 'empty file'),
     'a zip of something else in a folder': (zipped('a/b.txt'), 'without data.pkl'),
     'TorchScript': (zipped('a/data.pkl', 'a/constants.pkl'), 'TorchScript'),

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.errors import CheckpointError, XhfError
+from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.text import some
 from xhf_hooks.system.files import absolute
 
@@ -27,21 +28,28 @@ _PART = re.compile(
     r'(bf16_)?(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_)?mp_rank_00_(?P<kind>model|optim)_states\.pt', re.ASCII
 )
 _LIKE_PARTS = re.compile(r'.*(?:model|optim)_states\.pt')
-#: Of pipeline, expert or tensor parallelism; one rank's part of Accelerate's FSDP, and of torch.distributed.checkpoint
-#: without ``use_collectives``.
+#: Of pipeline, expert or tensor parallelism (Megatron and nanotron, too); one rank's part of Accelerate's FSDP, of
+#: verl's, and of torch.distributed.checkpoint without ``use_collectives``.
 _UNSUPPORTED = re.compile(
     r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|.*mp_rank_(?!00_)\d{2,4}_.*_states\.pt'
-    r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata'
+    r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata|model_world_size_\d+_rank_\d+\.pt'
+    r'|model_optim_rng\.pt|model_\w+_pp-rank-\d+.*\.safetensors'
 )
 #: Of transformers and peft, whole or in parts.
 _HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
-_HF_CONFIGS = ('config.json', 'adapter_config.json')
 #: One of several files with the weights of a model, as ``save_pretrained`` and ``zero_to_fp32`` write them.
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.bin|\.safetensors)', re.ASCII)
 _WEIGHT_SUFFIXES = ('.pth', '.pt', '.bin', '.ckpt', '.safetensors')
 #: What Trainer and Accelerate write beside weights: optimizers, schedulers, random states, data loaders, arguments.
-_NO_WEIGHTS = re.compile(r'(optimizer|scheduler|scaler|sampler|dl_state|training_args|rng_state|random_states).*')
+#: And of verl and torchtune: the state of data, and of the recipe.
+_NO_WEIGHTS = re.compile(
+    r'(optimizer|scheduler|scaler|sampler|dl_state|training_args|rng_state|random_states|recipe_state).*|data\.pt'
+)
+#: How far below a folder without a checkpoint one is looked for, to name it.
+_MAX_DEPTH = 3
 _READY = 'a Hugging Face folder already, ready to load; xhf-verify checks it'
+#: Files of MMEngine and of DeepSpeed that name a checkpoint.
+_POINTERS = ('last_checkpoint', 'latest', 'latest_universal')
 _STRATEGY_FILE = re.compile(r'rank\d+\.pth')
 
 
@@ -96,15 +104,17 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     except RuntimeError:  # ~name of a user who is not known here
         raise CheckpointError(f'{path}: no such home folder; give a checkpoint or the work_dir of a run') from None
     if not given.exists():
-        raise CheckpointError(f'{given}: no such file or folder; give a checkpoint or the work_dir of a run')
+        what = (
+            f'a link to {os.readlink(given)}, which does not exist' if given.is_symlink() else 'no such file or folder'
+        )
+        raise CheckpointError(f'{given}: {what}; give a checkpoint or the work_dir of a run')
     target = _follow(given) if given.is_dir() else given
     if target.is_dir():
         return _dcp(target) if any(map(_is_of_dcp, os.listdir(target))) else _find_parts(target)
     _refuse_unsupported(target)
     if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
         raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
-    is_of_folder = any((target.parent / name).is_file() for name in _HF_CONFIGS)
-    if target.suffix == '.safetensors' and is_of_folder:
+    if _HF_WEIGHTS.fullmatch(target.name) and target.suffix == '.safetensors' and _is_ready(target.parent):
         raise CheckpointError(f'{target.parent}: {_READY}')
     files = _with_siblings(target)
     return FoundCheckpoint(files[0], 'file', files)
@@ -143,7 +153,7 @@ def _follow(folder: Path) -> Path:
     # Accelerate: one tag per model; with several models, `latest` belongs to the last one saved
     models = [name for name in names if name.startswith('pytorch_model') and (folder / name).is_dir()]
     if len(models) < 2:
-        for pointer in ('last_checkpoint', 'latest', 'latest_universal'):
+        for pointer in _POINTERS:
             if pointer in names:
                 return _named_by(folder / pointer)
         found = next(filter(_FSDP_NAME.fullmatch, [*models, *names]), None)
@@ -164,27 +174,76 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
     """
     hf_weights = [name for name in names if _HF_WEIGHTS.fullmatch(name)]
     candidates = models or [name for name in names if name not in hf_weights and _is_candidate(folder / name)]
-    beside = hf_weights if any(map(_NUMBERED.fullmatch, candidates)) else []  # the model that Trainer saves at the end
-    if not candidates:
-        if any(name in names for name in _HF_CONFIGS) and any(name.endswith('.safetensors') for name in hf_weights):
-            raise CheckpointError(f'{folder}: {_READY}')
-        candidates = [name for name in hf_weights if not name.startswith('adapter_model')]
-        parts = [_SHARD.fullmatch(name) for name in candidates]
-        if all(parts) and len({(part['stem'], part['total'], part['suffix']) for part in parts if part}) == 1:
-            candidates = candidates[:1]
-    newest_first = sorted(candidates, key=lambda name: (len(name), name), reverse=True)
-    if len(candidates) + len(beside) > 1:
-        raise CheckpointError(
-            f'{folder}: holds several checkpoints ({some([*newest_first, *beside])}); give one of them'
-        )
+    is_run = any(_NUMBERED.fullmatch(name) or (folder / name).is_dir() for name in candidates)
+    if not is_run and _is_ready(folder):
+        raise CheckpointError(f'{folder}: {_READY}')
+    if any(map(_NUMBERED.fullmatch, candidates)):  # beside the model that Trainer saves at the end
+        candidates = [*candidates, *hf_weights]
+    elif not is_run:
+        candidates = [*candidates, *(name for name in hf_weights if not name.startswith('adapter_model'))]
+    candidates = _without_repetitions(folder, candidates)
+    newest_first = sorted(candidates, key=lambda name: (name not in hf_weights, len(name), name), reverse=True)
+    if len(candidates) > 1:
+        raise CheckpointError(f'{folder}: holds several checkpoints ({some(newest_first)}); give one of them')
     if candidates:
         only = folder / candidates[0]
         return _follow(only) if only.is_dir() else only
-    found = f'it holds {some(names, 5)}' if names else 'it is empty'
+    if 'adapter_model.bin' in names:
+        raise CheckpointError(
+            f'{folder}: an adapter already, which peft loads; save_pretrained of the loaded one writes safetensors'
+        )
+    told = f'it holds {some(names, 5)}' if names else 'it is empty'
+    told += '. Give a checkpoint or the work_dir of a run'
+    if below := [str(path.relative_to(folder)) for path in _checkpoints_below(folder, _MAX_DEPTH)]:
+        told = f'give a folder below it: {some(below, 5)}'
     raise CheckpointError(
         f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest, and no file of weights; '
-        f'{found}. Give a checkpoint or the work_dir of a run'
+        f'{told}'
     )
+
+
+def _is_ready(folder: Path) -> bool:
+    """Whether a folder has a config and all weights, under the names with which transformers or peft loads them."""
+    if (folder / 'adapter_config.json').is_file() and (folder / 'adapter_model.safetensors').is_file():
+        return True
+    with suppress(XhfError):
+        files = weight_files(folder)
+        return (folder / 'config.json').is_file() and bool(files) and all(file.is_file() for file in files)
+    return False
+
+
+def _without_repetitions(folder: Path, names: Sequence[str]) -> list[str]:
+    """The names without links to others of them, and one name for all files of a model."""
+    found: dict[object, str] = {}
+    for name in sorted(names, key=lambda name: ((folder / name).is_symlink(), name)):
+        part = _SHARD.fullmatch(name)
+        key = part.group('stem', 'total', 'suffix') if part else os.path.realpath(folder / name)
+        found.setdefault(key, name)
+    return list(found.values())
+
+
+def _checkpoints_below(folder: Path, depth: int) -> Iterator[Path]:
+    """Folders below a folder that may be converted, or are ready to load.
+
+    Raises:
+        CheckpointError: One of them is of an unsupported kind.
+    """
+    for path in sorted(folder.iterdir()) if depth else ():
+        with suppress(OSError):  # a folder of somebody else, which cannot be read
+            if not path.is_dir():
+                continue
+            names = os.listdir(path)
+            for name in names:
+                _refuse_unsupported(path / name)
+            is_engine = any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) or name in _POINTERS for name in names)
+            if is_engine or any((path / name).is_file() and _is_weights(name) for name in names):
+                yield path
+            else:
+                yield from _checkpoints_below(path, depth - 1)
+
+
+def _is_weights(name: str) -> bool:
+    return Path(name).suffix in _WEIGHT_SUFFIXES and not _NO_WEIGHTS.fullmatch(name)
 
 
 def _is_candidate(path: Path) -> bool:
@@ -194,7 +253,7 @@ def _is_candidate(path: Path) -> bool:
     with suppress(OSError):  # a folder of somebody else, which cannot be read
         if path.is_dir():
             return any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in os.listdir(path))
-    return path.suffix in _WEIGHT_SUFFIXES and not _NO_WEIGHTS.fullmatch(path.name)
+    return _is_weights(path.name)
 
 
 def _named_by(pointer: Path) -> Path:
@@ -213,7 +272,8 @@ def _refuse_unsupported(path: Path) -> None:
         raise CheckpointError(
             f'{path}: of a run with tensor, pipeline or expert parallelism, or one part of an FSDP model, which is not '
             f'supported; load it as it was saved (DeepSpeed: load_checkpoint; Accelerate: load_state) and save whole '
-            f"weights (Accelerate: FULL_STATE_DICT; MMEngine: state_dict_cfg='full'), or use HFCheckpointHook there"
+            f"weights (Accelerate: FULL_STATE_DICT; MMEngine: state_dict_cfg='full'; verl, Megatron and nanotron have "
+            f'tools for that), or use HFCheckpointHook there'
         )
     if path.name == 'zero' and next(path.glob('*/fp32.pt'), None) is not None:
         raise CheckpointError(

@@ -29,6 +29,20 @@ from xhf_hooks.sources.mapped_files import COPY_HINT, MappedFile
 
 _OLD_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 _ZIP_MAGIC = b'PK\x03\x04'
+_UNPACK = 'unpack it, and give the checkpoint in it'
+#: Other files that people have: where and with what bytes each begins, what it is, and what to do.
+_OTHER_FILES = (
+    (0, b'\x1f\x8b', 'compressed by gzip', _UNPACK),
+    (0, b'BZh', 'compressed by bzip2', _UNPACK),
+    (0, b'\xfd7zXZ\x00', 'compressed by xz', _UNPACK),
+    (0, b'\x28\xb5\x2f\xfd', 'compressed by zstd', _UNPACK),
+    (0, b'7z\xbc\xaf\x27\x1c', 'an archive of 7-Zip', _UNPACK),
+    (257, b'ustar', 'an archive of tar', _UNPACK),
+    (0, b'GGUF', 'a GGUF file of llama.cpp', 'transformers loads it: from_pretrained(FOLDER, gguf_file=NAME)'),
+    (0, b'\x89HDF', 'an HDF5 file', 'if it is of TensorFlow, load it with from_pretrained(FOLDER, from_tf=True)'),
+    (0, b'\x80', 'a pickle, not of torch.save', 'if you trust it, load it, and save its tensors with torch.save'),
+    (0, b'{', 'a JSON file', 'give the folder in which it is'),
+)
 #: Besides ours, what zipfile raises for a damaged directory, a wrong compression, encryption, names that are no UTF-8.
 _DAMAGE = (UnsafePickle, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, TypeError, ValueError, EOFError)
 #: A part's local header (.ZIP File Format Specification 6.3, 4.3.7): the lengths of its name and extra field.
@@ -56,9 +70,10 @@ def load_mapped(file: MappedFile) -> Any:
         if file.data[: len(LFS_MAGIC)] == LFS_MAGIC:
             raise CheckpointError(f'{file.path}: {LFS_PROBLEM}')
         if file.data[:4] != _ZIP_MAGIC:
-            raise CheckpointError(
-                f'{file.path}: not a file of torch.save; give a .pth file or the folder of a checkpoint'
-            )
+            start = bytes(file.data[:300])
+            found = (f'{kind}; {remedy}' for at, magic, kind, remedy in _OTHER_FILES if start[at:].startswith(magic))
+            told = next(found, 'not a file of torch.save; give a .pth file or the folder of a checkpoint')
+            raise CheckpointError(f'{file.path}: {told}')
         return _load_zip(file)
 
 
@@ -101,7 +116,8 @@ def _load_zip(file: MappedFile) -> Any:
         parts = {part.filename.partition('/')[2]: part for part in archive.infolist()}
         if 'data.pkl' not in parts or 'constants.pkl' in parts:
             raise CheckpointError(
-                f'{file.path}: a zip file, but not of torch.save (without data.pkl, or TorchScript); give a checkpoint'
+                f'{file.path}: a zip file, but not of torch.save (without data.pkl, or TorchScript). If it is an '
+                f'archive, {_UNPACK}; of TorchScript, save state_dict() of torch.jit.load with torch.save'
             )
         if 'byteorder' in parts and archive.read(parts['byteorder']) != b'little':
             raise CheckpointError(f'{file.path}: was written on a big-endian machine; save it on another')
