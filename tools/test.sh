@@ -20,7 +20,7 @@ XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py)
 # Runs of `xtuner train`, in the set that most of its users have
 RUNS=(tests/e2e/xtuner_stack/test_{train,llava_train}.py)
-TRAINERS=(trl axolotl swift llamafactory vllm)
+TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
