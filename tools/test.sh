@@ -19,7 +19,7 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py tests/e2e/xtuner_stack)
-TRAINERS=(trl axolotl swift llamafactory vllm)
+TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers)
 
 logs=$(mktemp -d)
 # Each background job has its own process group

@@ -1,34 +1,64 @@
 """A run with the hook trains to the same weights and optimizer state, bit for bit, as a run without it."""
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from mmengine.registry import MODELS
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import zero_engine
-from tests.helpers.runs.toy_run import run_config, train
+from tests.helpers.runs.toy_run import ToyLM, run_config, train
 from xhf_hooks.sources import source_for
 
-#: Stage, and fields of zero_optimization: small parameters may stay whole on every rank between iterations.
-ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
-    'zero2': (2, {}),
-    'zero3': (3, {}),
-    'zero3_persistent': (3, dict(stage3_param_persistence_threshold=100_000)),
+#: Stage, fields of zero_optimization, and the model: small parameters may stay whole on every rank between iterations.
+ENGINES: dict[str, tuple[int, dict[str, Any], str]] = {
+    'zero2': (2, {}, 'DrawingLM'),
+    'zero3': (3, {}, 'DrawingLM'),
+    'zero3_persistent': (3, dict(stage3_param_persistence_threshold=100_000), 'ToyLM'),
 }
 N_LARGE = 4_000_000  # takes gloo some 10 ms
 TIMES = 5
 MAX_ITERS = 7  # with accumulation over 3, saves fall into the middle of an accumulation
 
 
-def train_both(stage: int, zero: dict[str, Any], root: Path) -> None:
-    """With the hook and without. Runs on: all ranks.
+class DrawingLlama(LlamaForCausalLM):
+    """A class that draws from the generators of torch, numpy and Python whenever it is built."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.drawn = draw()
+
+
+@MODELS.register_module()
+class DrawingLM(ToyLM):
+    """Its loss depends on the generators, and so do its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = DrawingLlama(self.llm.config)
+
+    def forward(self, input_ids: torch.Tensor, mode: str = 'loss') -> Any:
+        (loss,) = super().forward(input_ids, 'predict')
+        return {'loss': loss * sum(draw())} if mode == 'loss' else [loss]
+
+
+def draw() -> list[float]:
+    """A number of each generator; on the meta device, too."""
+    return [torch.rand(1, device='cpu').item(), np.random.rand(), random.random()]
+
+
+def train_both(stage: int, zero: dict[str, Any], model: str, root: Path) -> list[list[float]]:
+    """With the hook and without; returns what the generators draw after each. Runs on: all ranks.
 
     After a step DeepSpeed gathers persistent parameters and waits for the last of them only, which with gloo says
     nothing of the others (see ``xhf_hooks/sources/zero3.py``): now and then it trains on memory that nothing
@@ -42,9 +72,13 @@ def train_both(stage: int, zero: dict[str, Any], root: Path) -> None:
             handle.wait()
         return handle
 
+    drawn = []
+    how: dict[str, Any] = dict(stage=stage, max_iters=MAX_ITERS, accumulate=3, zero=zero, model=dict(type=model))
     with mock.patch.object(deepspeed.comm, 'all_gather_into_tensor', waited_for):
         for name, hook in (('with', {'interval': 2, 'by_epoch': False}), ('without', None)):
-            train(run_config(root / name, hook=hook, stage=stage, max_iters=MAX_ITERS, accumulate=3, zero=zero))
+            train(run_config(root / name, hook=hook, **how))
+            drawn.append(draw())
+    return drawn
 
 
 def count_missing(persistent: bool) -> dict[str, int]:
@@ -80,7 +114,8 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize('name', ENGINES)
 def test_same_weights_and_optimizer_state(trained, name):
-    check(trained, name)
+    for drawn_with, drawn_without in check(trained, name):
+        assert drawn_with == drawn_without
     assert list((trained.root / name / 'with').glob('*/hf_model/model.safetensors'))
     assert _differing(trained.root / name / 'with', trained.root / name / 'without') == []
 

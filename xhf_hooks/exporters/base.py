@@ -161,7 +161,8 @@ class CompositeExporter(Exporter):
         for folder, part in self.parts.items():
             part.carry_base = self.carry_base
             for entry in part.entries(specs, dtype):
-                entries.append(replace(entry, file_set=replace(entry.file_set, folder=folder)))
+                inside = '/'.join(filter(None, (folder, entry.file_set.folder)))
+                entries.append(replace(entry, file_set=replace(entry.file_set, folder=inside)))
         self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
         self.n_parameters = {folder: part.n_parameters for folder, part in self.parts.items()}
         left_out = [set(part.left_out) for part in self.parts.values()]

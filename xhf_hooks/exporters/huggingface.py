@@ -33,7 +33,7 @@ from xhf_hooks.exporters.rehearsal import (
     not_rehearsed,
     require_none,
 )
-from xhf_hooks.exporters.surroundings import write_what_surrounds
+from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
@@ -89,6 +89,7 @@ class HuggingFaceExporter(Exporter):
         self._hf_names: list[str] = []  # those that are written
         self._copied: set[str] = set()  # those of them that are copied from the base
         self._missing: list[str] | None = None  # a warning about what the base has, and they lack
+        self._around: set[str] = set()  # files with the weights of what surrounds the exported model
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
@@ -138,6 +139,8 @@ class HuggingFaceExporter(Exporter):
             copied = entries_to_copy(self._hf_names, self._reference, self.base_dir)
             self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
             self._hf_names = [entry.hf_name for entry in entries]
+        around = entries_around(self.whole, self._path, specs, dtype)
+        self._around, entries = files_of(around), [*entries, *around]
         read = {name for entry in entries for name in entry.reads}
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
@@ -167,6 +170,7 @@ class HuggingFaceExporter(Exporter):
 
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         config, kind = self._config, self._class_that_loads()
+        placements = [one for one in placements if one.file not in self._around]
         placements = [one for one in placements if one.hf_name not in self._copied]  # which the class does not load
         done = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
         rehearsed = _REHEARSED.setdefault(self._model, {})
@@ -206,7 +210,7 @@ class HuggingFaceExporter(Exporter):
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         warnings = self._write_hf_assets_of(self._model, folder, tokenizer, eos_token_ids)
-        return warnings + write_what_surrounds(folder, self.whole, self._path)
+        return warnings + write_what_surrounds(folder, self.whole, self._path, self._around)
 
     def _write_hf_assets_of(
         self, model: PreTrainedModel, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]

@@ -26,6 +26,7 @@ from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
+from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
 from xhf_hooks.format.text import counted, error_text
 from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
@@ -70,6 +71,11 @@ class LoraExporter(CompositeExporter):
         self._model = self.parts[self.tokenizer_folder]._model
         self.notes = tuple(inactive_adapters(peft_model))
 
+    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+        if '' in self.parts:
+            self.parts[''].whole = self.whole  # what surrounds the model goes into the main folder
+        return super().entries(specs, dtype)
+
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
         try:
@@ -103,6 +109,7 @@ class AdapterExporter(Exporter):
         self._model = peft_model.get_base_model()
         self._embedding_rows: int | None = None  # known after entries(), as is the next
         self._head_rows: int | None = None
+        self._around: set[str] = set()  # files with the weights of what surrounds the adapted model
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         # peft uses module paths, and FSDP1 adds components to them
@@ -125,8 +132,11 @@ class AdapterExporter(Exporter):
                 f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
+        around = entries_around(self.whole, self._path, specs, dtype)
+        self._around = files_of(around)
+        read.update(name for entry in around for name in entry.reads)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        return unchanged_entries(found, dtype, ADAPTER_FILES)
+        return [*unchanged_entries(found, dtype, ADAPTER_FILES), *around]
 
     def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
         """What peft's ``save_pretrained`` writes of an adapter, by the names that it gives.
@@ -158,7 +168,8 @@ class AdapterExporter(Exporter):
     def rehearse(self, placements: Sequence[Placement]) -> list[str]:
         try:
             base = self._build_base()
-            problems = load_empty_adapter(base, self._config, placements)
+            own = [one for one in placements if one.file not in self._around]
+            problems = load_empty_adapter(base, self._config, own)
         except Exception as error:  # the base may be custom code
             return [not_rehearsed(model_class(self._model), error)]
         require_none(problems, f'peft, with this adapter of a {type(base).__name__},')
@@ -193,7 +204,7 @@ class AdapterExporter(Exporter):
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
             )
-        return warnings
+        return warnings + write_what_surrounds(folder, self.whole, self._path, self._around)
 
 
 def _warn_of_edited_base(config: PeftConfig) -> list[str]:

@@ -33,12 +33,13 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from tests.helpers.models.adapted import planned
+from tests.helpers.models.adapted import adapted, planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
+from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
@@ -173,10 +174,23 @@ class Pooling(torch.nn.Module):
         Path(folder, 'config.json').write_text('{"pooling_mode": "cls"}')
 
 
+#: Of modules with weights of their own.
+WEIGHTS = 'model.safetensors'
+
+
 class Projection(torch.nn.Linear):
+    """As Dense of sentence-transformers."""
+
     def save(self, folder):
         Path(folder, 'config.json').write_text('{}')
-        Path(folder, 'model.safetensors').write_text('weights')
+        save_file({f'linear.{name}': tensor for name, tensor in self.state_dict().items()}, Path(folder, WEIGHTS))
+
+
+class Halved(Projection):
+    """What it saves is not what it has."""
+
+    def save(self, folder):
+        save_file({'weight': self.weight / 2}, Path(folder, WEIGHTS))
 
 
 class First(torch.nn.Module):
@@ -204,13 +218,13 @@ class Sentences(torch.nn.Sequential):
         Path(path, 'modules.json').write_text(json.dumps(modules))
 
 
-@pytest.mark.parametrize('has_weights', [False, True])
-def test_what_surrounds_the_exported_model(has_weights, tmp_path):
+@pytest.mark.parametrize('with_weights', [None, Projection, Halved])
+def test_what_surrounds_the_exported_model(with_weights, tmp_path):
     words = tokenizer()
-    whole = Sentences(First(build('llama'), words), Pooling(), *([Projection(4, 4)] if has_weights else []))
+    whole = Sentences(First(build('llama'), words), Pooling(), *([with_weights(4, 4)] if with_weights else []))
     before = {name: dict(vars(module)) for name, module in whole.named_modules()}
     exporter = exporter_for(whole, None)
-    exporter.entries(source_for(whole).specs(), None)
+    entries = exporter.entries(source_for(whole).specs(), 'BF16')
     found, _ = find_tokenizer(None, None, exporter)
     assert found is words
     folder = tmp_path / 'found'
@@ -220,11 +234,29 @@ def test_what_surrounds_the_exported_model(has_weights, tmp_path):
     assert read_json(folder / '1_Pooling' / 'config.json') == {'pooling_mode': 'cls'}
     assert {'sentence_bert_config.json', 'tokenizer.json'} <= {path.name for path in folder.iterdir()}
     assert list(folder.rglob('*.safetensors')) == []
-    told = (
-        "['2_Projection/model.safetensors'] of Sentences are not saved: they hold weights outside of the exported model"
-    )
-    assert warnings == ([told] if has_weights else [])
+    around = [one for one in entries if one.file_set.folder]
+    if with_weights is Projection:
+        assert {one.file_set.path(f'{one.file_set.stem}.safetensors') for one in around} == {f'2_Projection/{WEIGHTS}'}
+        told = {one.hf_name: (one.shape, one.dtype, one.reads) for one in around}
+        assert told == {'linear.weight': ((4, 4), 'BF16', ('2.weight',)), 'linear.bias': ((4,), 'BF16', ('2.bias',))}
+    told = "['2_Halved/model.safetensors'] of Sentences are not saved: they hold weights outside of the exported model"
+    assert warnings == ([told] if with_weights is Halved else [])
+    assert exporter.left_out == (('2.weight', '2.bias') if with_weights is Halved else ())
     assert {name: dict(vars(module)) for name, module in whole.named_modules()} == before
+
+
+@pytest.mark.parametrize('lora', [None, 'adapter', 'merge', 'both'])
+def test_weights_around_the_exported_model(lora, tmp_path):
+    model = build('llama') if lora is None else adapted('llama')
+    whole = Sentences(First(model, tokenizer()), Pooling(), Projection(4, 4))
+    save_hf(whole, tmp_path / 'found', **({} if lora is None else {'lora': lora}))
+    weights = load_file(tmp_path / 'found' / '2_Projection' / 'model.safetensors')
+    assert weights.keys() == {'linear.weight', 'linear.bias'}
+    assert torch.equal(weights['linear.weight'], whole[2].weight) and torch.equal(weights['linear.bias'], whole[2].bias)
+    found = {path.relative_to(tmp_path / 'found').as_posix() for path in (tmp_path / 'found').rglob('*.safetensors')}
+    main = {'adapter': {'adapter_model'}, 'both': {'model', 'adapter/adapter_model'}}.get(lora, {'model'})
+    assert found == {'2_Projection/model.safetensors', *(f'{name}.safetensors' for name in main)}
+    assert (tmp_path / 'found' / 'modules.json').is_file()
 
 
 @pytest.mark.parametrize('kind', ['LlamaForCausalLM', 'LlamaForSequenceClassification'])
