@@ -54,6 +54,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         self._check_schedule(args, state, log)
         out_dir = Path(self.out_dir or Path(args.output_dir, 'hf_model'))
         require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
+        if args.push_to_hub and out_dir.absolute().is_relative_to(Path(args.output_dir).absolute()):
+            log.warning(
+                f'push_to_hub: Trainer uploads all of {args.output_dir}, with {out_dir} and with files of saves that '
+                f'are being written; set out_dir to a folder outside of it'
+            )
         options, collective = self, None
         if state.is_hyper_param_search:  # each trial trains another model
             collective, options = Collective(), copy.copy(self)
@@ -142,7 +147,8 @@ def _loaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
 def _make_trial_folder(parent: Path) -> str:
     """Make the first of the folders ``run-0``, ``run-1``, ... that is not there; returns its name. Runs on: rank 0.
 
-    Trainer names the folders of its checkpoints so, by the number of the trial, which callbacks are not told.
+    Trainer names the folders of its checkpoints so, by the number of the trial, unless ``hyperparameter_search`` was
+    given an ``hp_name``. Callbacks are told that name, but not the number.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():

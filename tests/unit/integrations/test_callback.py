@@ -159,3 +159,17 @@ def test_a_save_of_the_last_weights_is_named_after_them_if_no_others_were_loaded
         trainer.train()
     assert assert_whole(tmp_path / 'hf_model') == 4
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'checkpoint-4')
+
+
+@pytest.mark.parametrize('is_inside', [True, False])
+def test_saves_in_what_trainer_uploads_are_told(tmp_path, caplog, is_inside):
+    saves = HFCheckpointCallback(out_dir=None if is_inside else tmp_path / 'other' / 'hf_model')
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path / 'out', None, saves, ddp_backend=None)
+        trainer.args.push_to_hub = True  # after Trainer has asked the Hub for the repository
+        trainer.train()
+    out = tmp_path / 'out'
+    told = (
+        f'push_to_hub: Trainer uploads all of {out}, with {out}/hf_model and with files of saves that are being written'
+    )
+    assert (told in caplog.text) == is_inside
