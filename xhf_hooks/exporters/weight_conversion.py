@@ -9,7 +9,9 @@ elements of one input, such as one of several fused experts, needs no conversion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_NUMBERS = re.compile(r'\d+')
 
 
 def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> list[ExportEntry]:
@@ -46,7 +50,8 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
             entries.append(_unchanged(hf_name, specs[next(iter(tensor.sources))]))
         else:
             reads = tuple(spec.name for spec in group.inputs.values())
-            shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
+            with torch._C.DisableTorchFunctionSubclass():
+                shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
             first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
             entries.append(
                 ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first, storage=tensor.storage_in_memory)
@@ -59,9 +64,10 @@ def _first_of_run(tensor: _TracedTensor, group_inputs: Sequence[_TracedTensor]) 
     if len(group_inputs) != 1:
         return None
     (read,) = group_inputs
-    is_view = _storage_of(tensor) == _storage_of(read) and tensor.dtype == read.dtype
-    as_it_was = read._version == 0  # no operation in place
-    return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
+    with torch._C.DisableTorchFunctionSubclass():
+        is_view = _storage_of(tensor) == _storage_of(read) and tensor.dtype == read.dtype
+        as_it_was = read._version == 0  # no operation in place
+        return tensor.storage_offset() if is_view and as_it_was and tensor.is_contiguous() else None
 
 
 @dataclass(eq=False)
@@ -77,12 +83,18 @@ class ConversionGroup:
     inputs: dict[str, TensorSpec]
     shapes: dict[str, tuple[int, ...]]
 
+    @property
+    def form(self) -> Hashable:
+        """What it has in common with the groups of other layers: names without numbers, shapes and dtypes."""
+        inputs = [(_NUMBERS.sub('*', name), spec.shape, spec.dtype) for name, spec in self.inputs.items()]
+        return *inputs, frozenset(Counter((_NUMBERS.sub('*', n), shape) for n, shape in self.shapes.items()).items())
+
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert gathered tensors, given by source name. Runs on: the rank that writes."""
         from transformers.core_model_loading import revert_weight_conversion
 
         outputs = revert_weight_conversion(self.model, {n: tensors[s.name] for n, s in self.inputs.items()})
-        found = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
+        found = _shapes(outputs)
         if found != self.shapes:
             differing = sorted(set(found.items()) ^ set(self.shapes.items()))[:6]
             raise ModelError(
@@ -111,15 +123,21 @@ def _groups(
     if sum(map(len, computed)) > len(all_sources):  # some share an input
         computed = {all_sources: [hf_name for hf_names in computed.values() for hf_name in hf_names]}
 
+    shapes = _shapes(outputs)
+    position = {name: number for number, name in enumerate(specs)}
+    converted: set[Any] = set()
+
     def group_of(*parts: frozenset[str]) -> ConversionGroup:
         """Raises unless these can be converted without the others."""
-        sources = frozenset[str]().union(*parts)
+        sources = sorted(frozenset[str]().union(*parts), key=position.__getitem__)
         group = ConversionGroup(
             model,
-            {name: spec for name, spec in specs.items() if name in sources},
-            {hf_name: tuple(outputs[hf_name].shape) for part in parts for hf_name in computed[part]},
+            {name: specs[name] for name in sources},
+            {hf_name: shapes[hf_name] for part in parts for hf_name in computed[part]},
         )
-        group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})
+        if group.form not in converted:  # layers of experts are alike: one is tried
+            group({spec.name: _traced_meta(name, spec) for name, spec in group.inputs.items()})
+            converted.add(group.form)
         return group
 
     groups: dict[str, ConversionGroup] = {}
@@ -167,11 +185,17 @@ class _TracedTensor(torch.Tensor):
         if func is torch.Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else _copied_in_memory(args[0])
         result = super().__torch_function__(func, types, args, kwargs or {})
-        operands = list(_tensors_in((args, kwargs)))
-        for tensor in _tensors_in(result):
+        made = _tensors_in(result)
+        if not made:
+            return result
+        operands = _tensors_in((args, kwargs))
+        sources = operands[0].sources if len(operands) == 1 else frozenset().union(*(one.sources for one in operands))
+        storages = [_storage_of(operand) for operand in operands]
+        for tensor in made:
             if not any(tensor is operand for operand in operands):
-                tensor.sources = frozenset().union(*(operand.sources for operand in operands))
-                viewed = [one.storage_in_memory for one in operands if _storage_of(one) == _storage_of(tensor)]
+                tensor.sources = sources
+                storage = _storage_of(tensor)
+                viewed = [one.storage_in_memory for one, own in zip(operands, storages, strict=True) if own == storage]
                 tensor.storage_in_memory = viewed[0] if viewed else SharedStorage(tensor.numel())
         return result
 
@@ -182,8 +206,14 @@ def _copied_in_memory(tensor: _TracedTensor) -> _TracedTensor:
     return alias
 
 
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunctionSubclass():  # else each of very many tensors asks __torch_function__
+        return tensor.untyped_storage()._cdata
 
 
 def _traced_meta(name: str, spec: TensorSpec) -> _TracedTensor:
@@ -193,11 +223,11 @@ def _traced_meta(name: str, spec: TensorSpec) -> _TracedTensor:
     return tensor
 
 
-def _tensors_in(value: Any) -> Iterable[_TracedTensor]:
+def _tensors_in(value: Any) -> list[_TracedTensor]:
     if isinstance(value, _TracedTensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors_in(item)]
