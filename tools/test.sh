@@ -4,7 +4,7 @@
 #     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
 #     bash tools/test.sh --all                 both tiers, as CI does
 #     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
-#     bash tools/test.sh --xtuner-0.2          the same tests with XTuner 0.2.0, in neither tier
+#     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
 #     bash tools/test.sh --trainers [NAME...]  real trainers, and vLLM (tests/trainers/test_NAME.py), in neither tier
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
@@ -177,7 +177,7 @@ case ${1-} in
             )
         done
         ;;
-    --xtuner-0.2)
+    --xtuner)
         make_env .venv modern test # which reads what XTuner's runs wrote
         test_xtuner xtuner
         ;;
