@@ -46,13 +46,17 @@ def trained_model(work_dir: Path) -> tuple[Any, Any]:
     return cfg, model.to(torch.bfloat16)
 
 
-def converts_to_one_model() -> bool:
-    """XTuner before 0.1.18 has a script for its own layout only."""
+def has_to_hf() -> bool:
     return hasattr(LLaVAModel, 'to_hf')
 
 
+def converts_to_one_model() -> bool:
+    """XTuner before 0.1.18 writes its own layout alone; later ones fail where transformers renamed the parts."""
+    return has_to_hf() and not getattr(LlavaForConditionalGeneration, '_checkpoint_conversion_mapping', None)
+
+
 def converted_by_xtuner(work_dir: Path, folder: Path, save_format: str) -> Path:
-    if not converts_to_one_model():
+    if not has_to_hf():
         arguments = [f'{work_dir.name}.py', str(work_dir / f'iter_{LAST}.pth'), str(folder), '--fp32']
         with mock.patch.object(sys, 'argv', ['pth_to_hf', *arguments]):
             runpy.run_module('xtuner.tools.model_converters.pth_to_hf', run_name='__main__')
