@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, flip, save_model, write_manifest
-from tests.helpers.models.zoo import build
+from tests.helpers.models.zoo import build, projector
 from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
 
@@ -167,6 +167,14 @@ def test_a_class_that_transformers_lacks_is_no_damage(copy, capsys):
     edit_json(copy / 'config.json', auto_map={'AutoModelForCausalLM': 'own.OwnLlama'})
     assert run(copy, '--load') == SAME
     assert f'{said} in the folder may not run: add --trust-remote-code' in capsys.readouterr().out
+
+
+def test_a_projector_of_xtuner_needs_its_code(tmp_path, capsys):
+    """Pretraining of a LLaVA in XTuner's layout writes nothing else."""
+    projector.ProjectorModel(projector.ProjectorConfig()).save_pretrained(tmp_path / 'projector')
+    assert run(tmp_path / 'projector', '--load', '--json') == SAME
+    ((kind, text),) = loading(capsys)
+    assert kind == 'unchecked' and 'add --trust-remote-code' in text
 
 
 def test_load_an_adapter(model, tmp_path, capsys):

@@ -188,7 +188,7 @@ def _built_as_trained(
         return meta_model.built(base, config, kind, of_base)
     if inside and not has_other_tensors(model, inside):
         return model
-    other = find_class(for_other_class, meta_model.stored, meta_model.path, base)
+    other = find_class(for_other_class, meta_model.stored, meta_model.path, base, model)
     if other is None or other == type(model).__name__:
         return model
     meta_model.forget_built([*notes, f'the checkpoint is of a {other}, and {base} of a {type(model).__name__}'])

@@ -99,17 +99,25 @@ def has_other_tensors(model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 
 
 def find_class(
-    config: PretrainedConfig, stored: Mapping[str, StoredTensor], module: str | None, where: str
+    config: PretrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    module: str | None,
+    where: str,
+    of_base: PreTrainedModel | None = None,
 ) -> str | None:
     """The class of transformers for this kind of config that has the checkpoint's tensors: all of them, and no others.
 
     Training may have put another head on the base, such as one that classifies; None if no class fits.
+
+    Args:
+        of_base: The model of the base's own class. A class that leaves its head in the checkpoint does not fit.
 
     Raises:
         BaseModelError: Several classes fit.
     """
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     unread: dict[str, int] = {}  # by class: how many tensors it leaves, such as a head
+    heads = () if of_base is None else tuple(f'.{name}' for name in _names_outside_of_backbone(of_base))
     for kind in dict.fromkeys(_classes_for(config)):
         try:
             edited = copy.deepcopy(config)
@@ -122,7 +130,9 @@ def find_class(
             continue
         if loaded is not None and not any(loaded.problems.values()):
             read = {id(inside[name]) for names in loaded.sources.values() for name in names}
-            unread[kind.__name__] = len({id(tensor) for tensor in stored.values()} - read)
+            left = {name: id(tensor) for name, tensor in stored.items() if id(tensor) not in read}
+            if not any(f'.{name}'.endswith(heads) for name in left):
+                unread[kind.__name__] = len({*left.values()})
     found = [name for name, n_unread in unread.items() if n_unread == min(unread.values())]
     if len(found) > 1:
         raise BaseModelError(
@@ -130,6 +140,13 @@ def find_class(
             f'was trained'
         )
     return found[0] if found else None
+
+
+def _names_outside_of_backbone(model: PreTrainedModel) -> list[str]:
+    """Those of a head; none if the model is a backbone itself."""
+    names = [name for name, _ in module_tensors(model)]
+    outside = [name for name in names if not name.startswith(f'{model.base_model_prefix}.')]
+    return outside if len(outside) < len(names) else []
 
 
 def _classes_for(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:

@@ -21,6 +21,8 @@ _OF_ADAPTER = re.compile(
     r'(?<=\.)(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|modules_to_save|trainable_tokens_delta)'
     r'\.(?!(?:weight|bias)$)([^.]+)(?=\.|$)'
 )
+#: peft leaves out the name where it saves an adapter by itself (peft ``utils/save_and_load.py``).
+_WITHOUT_ADAPTER = re.compile(r'(?<=\.)(lora_[AB](?=\.(?:weight|bias)$)|lora_(?:embedding_[AB]|magnitude_vector)$)')
 #: The state that bitsandbytes stores with a weight: of 4 bits below its name, of 8 bits beside it (``functional.py``,
 #: ``QuantState.as_dict``; ``nn/modules.py``, ``Linear8bitLt``). DeepSpeed saves it even where it leaves out the weight.
 _OF_QUANTIZER = re.compile(
@@ -95,7 +97,8 @@ def is_of_adapter(name: str) -> bool:
 def _without_wrappers(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     named: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        name, *aliases = dict.fromkeys(map(without_wrappers, (tensor.name, *tensor.aliases)))
+        plain = (without_wrappers(name) for name in (tensor.name, *tensor.aliases))
+        name, *aliases = dict.fromkeys(_WITHOUT_ADAPTER.sub(rf'\1.{ADAPTER}', name) for name in plain)
         if name in named:
             raise CheckpointError(
                 f'{tensor.name}: the checkpoint has two tensors of this name without wrappers such as torch.compile; '

@@ -71,7 +71,7 @@ def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:
         return []
     shown = some([f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad], 5)
     too_large = any(tensor.placement.dtype == 'F16' for tensor in bad)
-    hint = "; float16 ends at 65504, beyond which weights become infinite: see dtype='bfloat16'" if too_large else ''
+    hint = '; float16 ends at 65504, beyond which weights become infinite: see the option dtype' if too_large else ''
     return [f'NaN or infinite values in {len(bad)} tensors: {shown}{hint}']
 
 

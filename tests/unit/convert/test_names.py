@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same_tensors, folder_tensors
 from tests.helpers.checks.converted import base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapt
+from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build, has_class_for
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
@@ -143,10 +145,23 @@ def _without_a_layer(state: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if 'layers.1.' not in name}
 
 
+def _as_dtensor(tensor: Any) -> Any:
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed import tensor as tensors
+
+    init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh('cpu', (1,))
+        return tensors.distribute_tensor(tensor, mesh, [tensors.Shard(0)])
+    finally:
+        destroy_process_group()
+
+
 INCOMPLETE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     'a layer': (_without_a_layer, 'model.layers.1.self_attn.q_proj.weight'),
     'numpy': (lambda state: {n: t.numpy() if 'q_proj' in n else t for n, t in state.items()}, 'is a numpy array'),
     'sparse': (lambda state: {n: t.to_sparse() if 'q_proj' in n else t for n, t in state.items()}, 'a sparse tensor'),
+    'dtensor': (lambda state: {n: _as_dtensor(t) if 'q_proj' in n else t for n, t in state.items()}, 'is a DTensor'),
     'none': (lambda state: {n: None if 'q_proj' in n else t for n, t in state.items()}, 'q_proj.weight is a None'),
     'the head, as if it were tied': (lambda state: {n: t for n, t in state.items() if 'lm_head' not in n}, 'lm_head'),
 }
@@ -267,6 +282,17 @@ def test_an_adapter_of_any_name(llama, tmp_path, capsys, trained, frozen):
         assert ("without the frozen ['reference']" in capsys.readouterr().err) == bool(frozen)
 
 
+def test_an_adapter_as_peft_saves_it_alone(llama, tmp_path):
+    """By ``torch.save(get_peft_model_state_dict(model))``: without the adapter's name."""
+    live = adapt(from_base(llama[0] / 'base'), target_modules=['q_proj', 'embed_tokens'])
+    checkpoint_of(live, tmp_path / 'run')
+    torch.save(get_peft_model_state_dict(live), tmp_path / 'run' / 'adapter.pt')
+    for mode in ('adapter', 'merge'):
+        save_hf(live, tmp_path / f'hook_{mode}', lora=mode)
+        out = convert(tmp_path / 'run' / 'adapter.pt', tmp_path / mode, '--lora', mode)
+        assert_same_folder_tensors(out, tmp_path / f'hook_{mode}')
+
+
 def test_which_of_two_adapters_was_trained_is_asked(llama, tmp_path, capsys):
     folder, _ = llama
     model = named_adapters(folder / 'base', 'policy', 'reference')
@@ -361,3 +387,13 @@ def test_experts_that_an_older_version_kept_apart_have_their_masters(tmp_path, s
     checkpoint = MadeCheckpoint(masters=masters, dtype=torch.float16, stage=stage).write(tmp_path / 'x')
     out = folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', base, '--dtype', dtype, '--workers', '2'))
     assert_same_tensors(out, masters if dtype == 'float32' else {name: t.half() for name, t in masters.items()})
+
+
+def test_a_base_whose_head_lies_elsewhere_is_not_the_base(llama, tmp_path, capsys):
+    """A LLaVA, with the base of its language model: the backbone alone would be a model without the trained head."""
+    folder, _ = llama
+    state = build('llava', models=MODELS).state_dict()
+    assert {'lm_head.weight', 'model.language_model.norm.weight'} <= state.keys()
+    torch.save(state, tmp_path / 'x.pth')
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
+    assert 'the checkpoint has tensors that the model of' in line and 'vision_tower' in line

@@ -87,6 +87,13 @@ def test_files_of_a_model_that_nobody_can_load(tmp_path, more):
         assert [file.name for file in find_checkpoint(folder).model_files] == shards
 
 
+def test_files_that_macos_puts_beside_others(tmp_path):
+    put(tmp_path / 'work', 'iter_5.pth', '._iter_5.pth', '.DS_Store')
+    assert found(tmp_path / 'work') == ('file', 'iter_5.pth')
+    put(zero2(tmp_path / 'tag'), '._mp_rank_00_model_states.pt')
+    assert found(tmp_path / 'tag') == ('deepspeed', 'tag')
+
+
 def test_a_link_to_a_checkpoint_is_no_other_one(tmp_path):
     put(tmp_path, 'iter_5.pth')
     (tmp_path / 'latest.pth').symlink_to('iter_5.pth')
@@ -169,6 +176,7 @@ REFUSED = {
     'an adapter with other tensors': (
         '', ['adapter_model.safetensors', 'adapter_config.json', 'non_lora_trainables.bin'], 'a Hugging Face folder'),
     'an adapter of an older peft': ('', ['adapter_model.bin', 'adapter_config.json'], 'an adapter already'),
+    'its file': ('adapter_model.bin', ['adapter_model.bin', 'adapter_config.json'], 'an adapter already'),
     'a part of a model': (
         '', ['config.json', 'model-00001-of-00002.safetensors'], 'model-00002-of-00002.safetensors missing; copy'),
     'experts': ('', ['mp_rank_00_model_states.pt', 'expp_rank_0_mp_rank_00_optim_states.pt'], 'expert parallelism'),

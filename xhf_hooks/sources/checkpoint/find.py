@@ -50,6 +50,7 @@ _MAX_DEPTH = 3
 _READY = 'a Hugging Face folder already, ready to load; xhf-verify checks it'
 #: Files of MMEngine and of DeepSpeed that name a checkpoint.
 _POINTERS = ('last_checkpoint', 'latest', 'latest_universal')
+_ADAPTER = 'an adapter already, which peft loads; save_pretrained of the loaded one writes safetensors'
 _STRATEGY_FILE = re.compile(r'rank\d+\.pth')
 
 
@@ -110,12 +111,14 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
         raise CheckpointError(f'{given}: {what}; give a checkpoint or the work_dir of a run')
     target = _follow(given) if given.is_dir() else given
     if target.is_dir():
-        return _dcp(target) if any(map(_is_of_dcp, os.listdir(target))) else _find_parts(target)
+        return _dcp(target) if any(map(_is_of_dcp, _names_in(target))) else _find_parts(target)
     _refuse_unsupported(target)
     if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
         raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
     if _HF_WEIGHTS.fullmatch(target.name) and target.suffix == '.safetensors' and _is_ready(target.parent):
         raise CheckpointError(f'{target.parent}: {_READY}')
+    if target.name == 'adapter_model.bin':
+        raise CheckpointError(f'{target.parent}: {_ADAPTER}')
     files = _with_siblings(target)
     return FoundCheckpoint(files[0], 'file', files)
 
@@ -143,9 +146,14 @@ def _is_of_dcp(name: str) -> bool:
     return name == _DCP_INDEX or name.endswith('.distcp')
 
 
+def _names_in(folder: Path) -> list[str]:
+    """What is in a folder, sorted; without the files that macOS puts beside each file on other disks."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith('._'))
+
+
 def _follow(folder: Path) -> Path:
     """Resolve a given folder to the tag folder or file in it."""
-    names = sorted(os.listdir(folder))
+    names = _names_in(folder)
     for name in names:
         _refuse_unsupported(folder / name)
     if any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in names):
@@ -189,9 +197,7 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
         only = folder / candidates[0]
         return _follow(only) if only.is_dir() else only
     if 'adapter_model.bin' in names:
-        raise CheckpointError(
-            f'{folder}: an adapter already, which peft loads; save_pretrained of the loaded one writes safetensors'
-        )
+        raise CheckpointError(f'{folder}: {_ADAPTER}')
     told = f'it holds {some(names, 5)}' if names else 'it is empty'
     told += '. Give a checkpoint or the work_dir of a run'
     if below := [str(path.relative_to(folder)) for path in _checkpoints_below(folder, _MAX_DEPTH)]:
@@ -232,7 +238,7 @@ def _checkpoints_below(folder: Path, depth: int) -> Iterator[Path]:
         with suppress(OSError):  # a folder of somebody else, which cannot be read
             if not path.is_dir():
                 continue
-            names = os.listdir(path)
+            names = _names_in(path)
             for name in names:
                 _refuse_unsupported(path / name)
             is_engine = any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) or name in _POINTERS for name in names)
@@ -252,7 +258,7 @@ def _is_candidate(path: Path) -> bool:
         return True
     with suppress(OSError):  # a folder of somebody else, which cannot be read
         if path.is_dir():
-            return any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in os.listdir(path))
+            return any(_LIKE_PARTS.fullmatch(name) or _is_of_dcp(name) for name in _names_in(path))
     return _is_weights(path.name)
 
 
@@ -297,7 +303,7 @@ def _find_parts(folder: Path) -> FoundCheckpoint:
         CheckpointError: There are none, or some are of another run or of an unsupported training mode.
     """
     found: dict[str, dict[int, Path]] = {'model': {}, 'optim': {}}
-    for file in sorted(folder.iterdir()):
+    for file in (folder / name for name in _names_in(folder)):
         _refuse_unsupported(file)
         part = _PART.fullmatch(file.name)
         if part is not None:
