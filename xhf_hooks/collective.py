@@ -43,6 +43,8 @@ _LOOK_SECS = 0.0005
 _MOST_PAUSE_SECS = 0.2
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
+#: Tag of what ranks tell each other to agree, apart from the tensors that :meth:`Collective.post` sends.
+_VOTE = 1
 #: How long a rank that leaves waits for what it has started and not awaited.
 _END_SECS = 5.0
 
@@ -173,8 +175,29 @@ class Collective:
             return values
         with self._in_touch(stage):
             merged = torch.from_numpy(np.array(values))
-            dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
+            if operation == 'MAX' and merged.numel() == 1:
+                self._spread_maximum(merged)
+            else:
+                dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
         return merged.numpy()
+
+    def _spread_maximum(self, number: torch.Tensor) -> None:
+        """Make it the largest of all ranks in log2(N) steps, where gloo's ring takes 2(N-1). Runs on: all ranks.
+
+        Dissemination (Hensgen, Finkel, Manber 1988): in each step every rank tells the one that is twice as far away as
+        in the step before. A maximum may be counted twice, which a sum may not.
+        """
+        distance, received = 1, torch.empty_like(number)
+        while distance < self.world_size:
+            ahead, behind = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            works = [
+                dist.isend(number.clone(), ahead, self._group, _VOTE),
+                dist.irecv(received, behind, self._group, _VOTE),
+            ]
+            for work in works:
+                work.wait(self._timeout)
+            torch.maximum(number, received, out=number)
+            distance *= 2
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
