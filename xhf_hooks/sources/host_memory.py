@@ -27,8 +27,8 @@ _LARGE_NBYTES = 16 * _PAGE_NBYTES
 class SnapshotMemory:
     """Memory that is allocated once and reused by every snapshot.
 
-    Fresh pages are expensive, so nothing is freed between saves, but only by :meth:`free`. For tensors on a device it is
-    pinned, and copies run asynchronously until :meth:`synchronize`; for those on the CPU it uses huge pages where
+    Fresh pages are expensive, so only :meth:`free` gives them back, after the last save. For tensors on a device memory
+    is pinned, and copies run asynchronously until :meth:`synchronize`; for those on the CPU it has huge pages where
     available.
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
