@@ -23,8 +23,8 @@ if REPOSITORY:
         'Issues': f'{REPOSITORY}/issues',
     }
 
-#: Of a machine that has no trainer: the bounds of xhf_hooks/system/versions.py, and a faster CRC-32.
-CONVERT = ['transformers>=4.36', 'safetensors>=0.4.3', 'huggingface_hub>=0.20', 'isal>=1.6']
+#: Of a machine that has no trainer: the bounds of xhf_hooks/system/versions.py.
+CONVERT = ['transformers>=4.36', 'safetensors>=0.4.3', 'huggingface_hub>=0.20']
 MMENGINE = [*CONVERT, 'mmengine>=0.10.3']
 
 setup(
@@ -62,7 +62,8 @@ setup(
     # Names alone: pip would replace an installed package that is below a bound, and a trainer's torch with it. Not
     # transformers: where it is missing, the newest one would replace an older huggingface_hub. What cannot work is
     # refused by name when a run or a command starts (system/versions.py). The extras install what is missing.
-    install_requires=['torch', 'numpy'],
+    # isal is what the measured speed needs (format/checksum.py); where it cannot be installed, zlib does the same.
+    install_requires=['torch', 'numpy', 'isal'],
     extras_require={
         'convert': CONVERT,
         'mmengine': MMENGINE,

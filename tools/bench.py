@@ -44,7 +44,7 @@ BENCHES: dict[str, dict[str, Any]] = {
     'save': {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
     'floors': {**SAVES, 'ways': ['floor: ', OURS]},
     'hsdp': {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
-    'throttled': {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 1},
+    'throttled': {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 2},
     'memory': {**SAVES, **FLUSHED, 'billions': [0.2, 0.8, 1.6], 'repeats': 1, 'in_a_row': 2},
     'stall': {'billions': [0.8], 'ranks': [2], 'repeats': 5},
     'upload': {'billions': [0.8], 'ranks': [8], 'repeats': 3},

@@ -14,11 +14,11 @@ A rank that fails must do next what the others do next. Three rules see to that,
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import BarrierOptions, _get_default_stor
 
 from xhf_hooks.compat.torch import new_gloo_group
 from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
+from xhf_hooks.format.checksum import first_difference, line_checksums
 from xhf_hooks.system.files import allow_open_files
 
 T = TypeVar('T')
@@ -39,10 +40,16 @@ _FAILED = 2
 #: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
 _LOOK_SECS = 0.0005
+#: After so long, a line says for how many ranks the first save waits.
+_TELL_SECS = 30.0
 #: Between two looks for ranks that have not come yet.
 _MOST_PAUSE_SECS = 0.2
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
+#: Up to so many ranks, gloo's ring takes no longer than one step after the other of :meth:`Collective.any`.
+_RING_RANKS = 8
+#: Tag of what ranks tell each other to agree, apart from the tensors that :meth:`Collective.post` sends.
+_VOTE = 1
 #: How long a rank that leaves waits for what it has started and not awaited.
 _END_SECS = 5.0
 
@@ -173,8 +180,29 @@ class Collective:
             return values
         with self._in_touch(stage):
             merged = torch.from_numpy(np.array(values))
-            dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
+            if operation == 'MAX' and merged.numel() == 1 and self.world_size > _RING_RANKS:
+                self._spread_maximum(merged)
+            else:
+                dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
         return merged.numpy()
+
+    def _spread_maximum(self, number: torch.Tensor) -> None:
+        """Make it the largest of all ranks in log2(N) steps, where gloo's ring takes 2(N-1). Runs on: all ranks.
+
+        In each step every rank tells the one that is twice as far away as in the step before (dissemination). A maximum
+        may be counted twice, which a sum may not.
+        """
+        distance, received = 1, torch.empty_like(number)
+        while distance < self.world_size:
+            ahead, behind = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            works = [
+                dist.isend(number.clone(), ahead, self._group, _VOTE),
+                dist.irecv(received, behind, self._group, _VOTE),
+            ]
+            for work in works:
+                work.wait(self._timeout)
+            torch.maximum(number, received, out=number)
+            distance *= 2
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
@@ -252,10 +280,10 @@ class Collective:
         lines: list[str] = []
         with self.stage(what):
             lines = describe()
-        theirs = self.broadcast(_line_checksums(lines))
+        theirs = self.broadcast(line_checksums(lines))
         found, line = -1, ''
         with self.stage(what):
-            found = _first_difference(theirs, _line_checksums(lines))
+            found = first_difference(theirs, line_checksums(lines))
         firsts = self.all_gather(found)
         odd = [rank for rank, number in enumerate(firsts) if number >= 0]
         if not odd:
@@ -308,11 +336,22 @@ class Collective:
             store = dist.PrefixStore('xhf_hooks', _get_default_store())
         except (AttributeError, ValueError):  # MPI's process group has none
             return
-        deadline, pause_secs = time.monotonic() + self._timeout.total_seconds(), _LOOK_SECS
+        began, pause_secs = time.monotonic(), _LOOK_SECS
         try:
             # A rank's next call comes after this one, so the counts of two calls never mix
-            all_of_them = -(-store.add('arrived', 1) // self.world_size) * self.world_size
-            while (missing := all_of_them - store.add('arrived', 0)) > 0 and time.monotonic() < deadline:
+            arrived = store.add('arrived', 1)
+            all_of_them = -(-arrived // self.world_size) * self.world_size
+            is_told = arrived % self.world_size != 1  # by the rank that came first
+            while (missing := all_of_them - store.add('arrived', 0)) > 0:
+                waited_secs = time.monotonic() - began
+                if waited_secs > self._timeout.total_seconds():
+                    break
+                if waited_secs > _TELL_SECS and not is_told:
+                    is_told = True
+                    logging.getLogger('xhf_hooks').warning(
+                        f'rank {self.rank} waits for {missing} of {self.world_size} ranks, which have not reached the '
+                        f'first save: all ranks must make each save, even those that write nothing'
+                    )
                 time.sleep(pause_secs)
                 pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
         except RuntimeError as error:  # the rank that hosts it, mostly rank 0, has died
@@ -345,21 +384,6 @@ class Collective:
             self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
-
-
-def _line_checksums(lines: Sequence[str]) -> np.ndarray:
-    """Eight bytes for each line."""
-    digests = [hashlib.blake2b(line.encode(), digest_size=8).digest() for line in lines]
-    return np.frombuffer(b''.join(digests), np.int64)
-
-
-def _first_difference(one: np.ndarray, other: np.ndarray) -> int:
-    """The number of the first element that differs, or that only one of two arrays has; -1 if they are equal."""
-    n_both = min(len(one), len(other))
-    differing = np.flatnonzero(one[:n_both] != other[:n_both])
-    if differing.size:
-        return int(differing[0])
-    return n_both if len(one) != len(other) else -1
 
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.

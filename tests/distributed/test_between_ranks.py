@@ -195,6 +195,29 @@ def differing_lines(last: list[str]) -> tuple[str, int]:
     return message, sum(sizes)
 
 
+def agreements_of_many_ranks() -> dict[str, Any]:
+    """As agreements of more ranks than take gloo's ring: what each says, and steps of one. Runs on: all ranks."""
+    found: dict[str, Any] = {}
+    ranks, isend, steps = Collective(), dist.isend, list[int]()
+
+    def count(*args: Any) -> Any:
+        steps.append(1)
+        return isend(*args)
+
+    with mock.patch.object(collective, '_RING_RANKS', 1), mock.patch.object(dist, 'isend', count):
+        for rank in range(ranks.world_size):
+            found[f'flag of {rank}'] = ranks.any(ranks.rank == rank)
+            with ranks.remembering('write'):
+                if ranks.rank == rank:
+                    raise OSError(5, 'injected')
+            found[f'error of {rank}'] = error_of(ranks.agree, 'write')
+        steps.clear()
+        found['nobody'] = ranks.any(False)
+        found['steps'] = len(steps)
+    ranks.close()
+    return found
+
+
 def waits_long_in_debug_mode() -> str:
     """Rank 0 works for longer than connecting may take, and torch checks each collective. Runs on: all ranks."""
     level = dist.get_debug_level()
@@ -243,6 +266,7 @@ def saved(tmp_path_factory):
     scenarios |= {way: partial(differing, way, root / way) for way in WAYS}
     scenarios['buffers'] = partial(buffers_are_of_rank_0, root / 'buffers')
     scenarios |= {name: partial(differing_lines, lines) for name, lines in OTHER_LINES.items()}
+    scenarios['many ranks'] = agreements_of_many_ranks
     scenarios['debug mode'] = waits_long_in_debug_mode
     scenarios['other folders'] = partial(into_different_folders, root / 'other_folders')
     scenarios['other paths'] = partial(into_one_folder_under_other_paths, root / 'other_paths')
@@ -344,6 +368,14 @@ def test_the_first_line_that_differs_is_found_without_sending_all(saved, case, l
         )
         assert f' on rank 0 and {sides[1]} on rank {N_RANKS - 1}. All ranks' in message
         assert nbytes < 10 * len(LINES)  # eight bytes a line, of rank 0 alone, and two lines
+
+
+def test_an_agreement_of_many_ranks_takes_few_steps(saved):
+    for found in check(saved, 'many ranks'):
+        for rank in range(N_RANKS):
+            assert found[f'flag of {rank}'] is True
+            assert found[f'error of {rank}'].startswith(f"AgreedError: stage 'write' failed on rank {rank}: OSError: ")
+        assert found['nobody'] is False and found['steps'] == 2  # of three ranks; the ring has four
 
 
 def test_in_debug_mode_ranks_are_waited_for_as_long(saved):

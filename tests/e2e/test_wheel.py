@@ -103,7 +103,7 @@ def test_what_is_in_it_and_what_it_says_of_itself(wheel):
     tracked = {str(path.relative_to(REPO_ROOT)) for path in (REPO_ROOT / 'xhf_hooks').rglob('*.py')}
     assert {name for name in names if name.startswith('xhf_hooks/')} == {*tracked, 'xhf_hooks/py.typed'}
     required = [line for line in said.get_all('Requires-Dist') if 'extra ==' not in line]
-    assert required == ['torch', 'numpy']  # by name alone: pip replaces no version of them
+    assert required == ['torch', 'numpy', 'isal']  # by name alone: pip replaces no version of them
     assert said['Author'] and f'Source, {HOST}' in said.get_all('Project-URL')
     links = re.findall(r'\]\(([^)#]+)', said.get_payload(decode=True).decode())
     assert len(links) > 20 and [link for link in links if not link.startswith('https://')] == []

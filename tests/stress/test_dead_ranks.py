@@ -5,6 +5,7 @@ And a disk so slow that a save outlasts the time-out of the process group: the r
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -109,6 +110,29 @@ def test_a_rank_that_died_between_two_saves_or_before_the_first_is_missed(tmp_pa
     assert_missed(found, dead_rank, 'lost contact with the other ranks')
 
 
+def wait_for_some(n_come: int) -> tuple[str, list[str]]:
+    """Only the first ranks save: the error of each, and its log. Runs on: all ranks."""
+    if dist.get_rank() >= n_come:
+        time.sleep(4)
+        return '', []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger('xhf_hooks').addHandler(handler)
+    with mock.patch.object(collective, '_TELL_SECS', 0.5):
+        message = error_of(Collective, 3.0)
+    return message, lines
+
+
+def test_ranks_that_wait_for_others_to_save_tell_for_how_many():
+    *waited, absent = run_ranks(wait_for_some, 3, 2, init='torch')
+    assert absent == ('', [])
+    assert all('1 of 3 ranks have not reached the first save' in message for message, _ in waited)
+    (line,) = [line for _, lines in waited for line in lines]  # of the rank that came first
+    remedy = 'which have not reached the first save: all ranks must make each save, even those that write nothing'
+    assert re.fullmatch(rf'rank [01] waits for [12] of 3 ranks, {remedy}', line), line
+
+
 def save_late(out_dir: Path) -> str:
     """Rank 0 evaluates for longer than connecting may take, before the first save. Runs on: all ranks."""
     if dist.get_rank() == 0:
@@ -122,8 +146,9 @@ def test_a_rank_that_comes_late_to_the_first_save_is_waited_for(tmp_path):
     assert folder_tensors(tmp_path / 'hf_model')
 
 
-def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
+def lose_one_of_many(dead_rank: int, ring_ranks: int) -> tuple[str, float]:
     """One dies between two agreements. Runs on: all ranks."""
+    collective._RING_RANKS = ring_ranks  # of this process, which ends
     ranks = Collective()
     ranks.agree('before')
     if dist.get_rank() == dead_rank:
@@ -132,8 +157,10 @@ def lose_one_of_many(dead_rank: int) -> tuple[str, float]:
     return f'{first} / {error_of(ranks.agree, "again")}', seconds
 
 
-def test_all_others_learn_of_a_death_at_once_not_its_neighbours_alone():
-    found = run_ranks(lose_one_of_many, 7, 5, expected_deaths={5}, init='torch')
+@pytest.mark.parametrize('ring_ranks', [1, 8])
+def test_all_others_learn_of_a_death_at_once_not_its_neighbours_alone(ring_ranks):
+    """With as few steps as many ranks need, and in a ring, as few ranks agree."""
+    found = run_ranks(lose_one_of_many, 7, 5, ring_ranks, expected_deaths={5}, init='torch')
     assert_missed(found, 5)
     assert all('the connection broke earlier' in message for message, _ in filter(None, found))
 

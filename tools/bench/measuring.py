@@ -22,10 +22,13 @@ _AT, _SENT_AND_SENT_AGAIN = 200, struct.Struct('QQ')
 
 
 def measure(way: Callable[[Path], object], folder: Path, nbytes: int) -> dict[str, float]:
-    """Seconds until all ranks are done, extra anonymous memory, and bytes sent between ranks."""
+    """Seconds until all ranks are done, extra anonymous memory, and bytes sent between ranks.
+
+    What is in the folder stays: a save replaces the one before it, as in a run.
+    """
     gc.collect()
     return_freed_memory()  # or this run would reuse memory that the previous one freed, unnoticed
-    clear(folder)
+    dist.barrier()
     sent_before = _sent_nbytes()
     with sampled_memory() as meter:
         started = time.perf_counter()

@@ -65,6 +65,7 @@ class Ways:
         self._engine = engine
         # The same saver each time, so that a run's second save is measured
         self._saver = cache(partial(saver_of, engine))
+        self._target = cache(lambda folder: CheckpointFolder(folder, 1))
         plan = self._saver('stream').plan
         self.nbytes = plan.nbytes
         self.least_nbytes = sum(place.nbytes for place in plan.placements)
@@ -83,10 +84,14 @@ class Ways:
 
             def save(folder: Path) -> None:
                 with how():
-                    saver.save(CheckpointFolder(folder, 1), STEP)
+                    saver.save(self._target(folder), STEP)
 
             return save
         return partial(self._floors().write, name)
+
+    def settle(self, folder: Path) -> None:
+        """Wait for what a run does beside training: the deletion of the save that was replaced."""
+        self._target(folder).others.deletion.wait()
 
 
 def bench_save(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -99,10 +104,12 @@ def bench_save(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) 
 
     def one(name: str) -> Figures:
         of_kind = next(each for kind, each in ways.items() if name.endswith(kind))
-        way = of_kind.way(name)
+        way, in_a_row = of_kind.way(name), list[Figures]()
         clear(folder, sync=True)
         with limited_writes(limit) if limit else nullcontext():
-            in_a_row = [measure(way, folder, of_kind.least_nbytes) for _ in range(job['in_a_row'])]
+            for _ in range(job['in_a_row']):
+                in_a_row.append(measure(way, folder, of_kind.least_nbytes))
+                of_kind.settle(folder)
         # A virtual machine's host takes free memory back within a second, and new pages cost up to 3 us each: the same
         # save takes 0.3 to 5 s. The last run starts when the files of the one before it have just freed their memory
         return in_a_row[-1]
@@ -134,12 +141,16 @@ class Training:
 
 def bench_stall(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure in turns how long a save stops training, and how much it slows it meanwhile."""
-    saver = saver_of(engine, 'positional', in_background=True)
+    saver, target = saver_of(engine, 'positional', in_background=True), CheckpointFolder(folder, 1)
     saver.reserve_snapshot()
     training = Training(engine)
 
     def one(way: str) -> Figures:
+        target.others.deletion.wait()
         clear(folder, sync=True)
+        if way in (SYNC, ASYNC):
+            saver.save(target, STEP)  # the one that is replaced
+            dist.barrier()
         if way == NO_SAVE:
             n_done, seconds = training.run(ITERATIONS)
             return {'stalled_secs': 0.0, 'iterations_per_sec': n_done / seconds}
@@ -147,9 +158,9 @@ def bench_stall(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell
         if way == XTUNER:
             xtuner_way(engine, folder)
         elif way == SYNC:
-            saver.save(CheckpointFolder(folder, 1), STEP)
+            saver.save(target, STEP)
         else:
-            saving = saver.start(CheckpointFolder(folder, 1), STEP)
+            saving = saver.start(target, STEP)
         dist.barrier()
         stalled_secs = time.perf_counter() - started
         if way != ASYNC:

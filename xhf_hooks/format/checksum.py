@@ -5,6 +5,8 @@ With isal (ISA-L) it is several times faster than with zlib. Both release the GI
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,3 +123,18 @@ def file_size_and_crc32(path: Path) -> tuple[int, int]:
         while data := file.read(_READ_NBYTES):
             nbytes, found = nbytes + len(data), crc32(memoryview(data), found)
     return nbytes, found
+
+
+def line_checksums(lines: Sequence[str]) -> np.ndarray:
+    """Eight bytes for each line."""
+    digests = [hashlib.blake2b(line.encode(), digest_size=8).digest() for line in lines]
+    return np.frombuffer(b''.join(digests), np.int64)
+
+
+def first_difference(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of the first element that differs, or that only one of two arrays has; -1 if they are equal."""
+    n_both = min(len(one), len(other))
+    differing = np.flatnonzero(one[:n_both] != other[:n_both])
+    if differing.size:
+        return int(differing[0])
+    return n_both if len(one) != len(other) else -1

@@ -133,6 +133,7 @@ class CheckpointManager:
                 log,
                 strategy=choose_strategy(log, options.writer, self.newest.path, self.collective),
                 in_background=options.async_save,
+                stays_cached=options.on_saved is not None,
                 after_commit=self._listeners.committed,
             )
             ending.callback(self._saver.close)

@@ -54,6 +54,7 @@ class Saver:
         log: Gets what is trained and not saved, and the progress of long saves.
         strategy: Who writes what, as chosen for the option ``writer`` (places/claim.py).
         in_background: Whether :meth:`start` will be used.
+        stays_cached: Leave the files in the page cache, for somebody who reads them at once.
         after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
             communicates.
 
@@ -78,6 +79,7 @@ class Saver:
         *,
         strategy: WriteStrategy = WriteStrategy.STREAM,
         in_background: bool = False,
+        stays_cached: bool = False,
         after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
     ) -> None:
         self._unwrapped = unwrapped
@@ -91,7 +93,8 @@ class Saver:
         self.eos_token_ids: Sequence[int] = ()
         self._memory = SnapshotMemory()
         with collective.stage('plan'):
-            self.writer = Writer(half_bucket_nbytes(options), beside_training=in_background)
+            nbytes = half_bucket_nbytes(options)
+            self.writer = Writer(nbytes, beside_training=in_background, stays_cached=stays_cached)
             weakref.finalize(self, self.writer.close).atexit = False
             self.background = SavesInBackground() if in_background else None
             self.source = source_for(unwrapped.root)
@@ -188,8 +191,9 @@ class Saver:
         return checksum_held(source, source.specs(), self.collective)
 
     def close(self) -> None:
-        """End threads, destroy the process group of background saves. No save may be in flight."""
+        """End threads, free host memory, destroy the process group of background saves. No save may be in flight."""
         self.writer.close()
+        self._memory.free()
         if self.background is not None:
             self.background.close()
         if self._beside is not None:

@@ -27,8 +27,9 @@ _LARGE_NBYTES = 16 * _PAGE_NBYTES
 class SnapshotMemory:
     """Memory that is allocated once and reused by every snapshot.
 
-    Fresh pages are expensive, so nothing is freed between saves. For tensors on a device it is pinned, and copies run
-    asynchronously until :meth:`synchronize`; for those on the CPU it uses huge pages where available.
+    Fresh pages are expensive, so only :meth:`free` gives them back, after the last save. For tensors on a device memory
+    is pinned, and copies run asynchronously until :meth:`synchronize`; for those on the CPU it has huge pages where
+    available.
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
     (writers/direct.py).
@@ -47,6 +48,11 @@ class SnapshotMemory:
     def clear(self) -> None:
         """Start the next snapshot; the previous one is no longer valid."""
         self._index = self._used = 0
+
+    def free(self) -> None:
+        """Give the memory back, once nothing else refers to it."""
+        self._blocks.clear()
+        self.clear()
 
     def hold(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Copy a tensor that will be written at ``offset`` of a file.

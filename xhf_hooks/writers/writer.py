@@ -32,11 +32,13 @@ class Writer:
         pending_nbytes: Limit of waiting bytes, beyond which :meth:`write` blocks. A larger chunk is accepted when
             nothing else waits.
         beside_training: Whether training goes on meanwhile and must not be slowed down.
+        stays_cached: Leave the files in the page cache, for somebody who reads them at once.
     """
 
-    def __init__(self, pending_nbytes: int, *, beside_training: bool = False) -> None:
+    def __init__(self, pending_nbytes: int, *, beside_training: bool = False, stays_cached: bool = False) -> None:
         self._limit_nbytes = pending_nbytes
         self._beside_training = beside_training
+        self._stays_cached = stays_cached
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
         self._files: dict[str, OutputFile] = {}  # each is opened at its first chunk
@@ -166,7 +168,8 @@ class Writer:
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
-            file = OutputFile(self._folder / name, self._made[name], direct=self._beside_training)
+            how = dict(direct=self._beside_training, stays_cached=self._stays_cached)
+            file = OutputFile(self._folder / name, self._made[name], **how)
             self._opened.callback(file.close)
             self._files[name] = file
         return self._files[name]

@@ -1,5 +1,7 @@
 """Host memory: a buffer comes back when nobody refers to it any more; devices that were copied from are waited for."""
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -8,7 +10,10 @@ from torch import nn
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.zoo.llamas import odd_llama
-from tests.helpers.runs.engines import save_folder
+from tests.helpers.runs.engines import make_saver, save_folder
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks.collective import Collective
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
 from xhf_hooks.sources import Source
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory
@@ -110,3 +115,17 @@ def test_one_process_saves(tmp_path, writer, in_background):
     )
     assert bool(plan.rounds) == (writer != 'gather') and bool(plan.buckets) == (writer == 'gather')
     assert_same_folder_tensors(tmp_path / 'expected', committed.path)
+
+
+def test_memory_of_background_saves_is_given_back_at_close(tmp_path):
+    """Not when the run is forgotten, which may be at the end of the process."""
+    saver = make_saver(odd_llama(), Collective(), in_background=True)
+    folder = CheckpointFolder(tmp_path / 'hf_model', 1)
+    saver.start(folder, iteration(1)).result()
+    blocks = [*saver._memory._blocks]
+    assert blocks and saver.reserve_snapshot() > 0
+    alive = [weakref.ref(block) for block in blocks]
+    del blocks
+    saver.close()
+    gc.collect()
+    assert [block() for block in alive] == [None] * len(alive)

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from xhf_hooks.sources.host_memory import host_memory
 from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
 
@@ -59,6 +60,17 @@ def test_little_of_it_stays_in_the_page_cache(tmp_path):
     file.write(memoryview(bytes(nbytes)), 0)
     file.close()
     assert cached_nbytes(tmp_path / 'file') < 128 * MB
+
+
+@pytest.mark.parametrize('beside_training', [False, True])
+def test_all_of_it_stays_in_the_page_cache_where_somebody_reads_it_at_once(tmp_path, beside_training):
+    nbytes = 300 * MB
+    made = create_file(tmp_path / 'file', b'', nbytes)
+    file = OutputFile(tmp_path / 'file', made, direct=beside_training, stays_cached=True)
+    file.write(memoryview(host_memory(nbytes).numpy()), 0)
+    file.fsync()
+    file.close()
+    assert cached_nbytes(tmp_path / 'file') > 0.9 * nbytes
 
 
 def cached_nbytes(path):
