@@ -18,16 +18,23 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
+from xhf_hooks.system.child_processes import OutlivingChildren
 
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def numbers_of(signals: Sequence[str]) -> list[signal.Signals]:
+    """The signals by their names."""
+    return [signal.Signals[name] for name in signals]
 
 
 class SaveRequests:
     """The save requests of one run. Runs on: all ranks must build it, in the same order.
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
-    effect after the save: it ends the process or calls the user's handler. In a forked child, such as a data loader
-    worker, SIGUSR1 and SIGUSR2 do nothing, and the others take effect at once.
+    effect after the save: it ends the process or calls the user's handler. Children of multiprocessing, such as data
+    loader workers, outlive the signals (:class:`.OutlivingChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
+    nothing, and the others take effect at once.
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
@@ -41,13 +48,22 @@ class SaveRequests:
         self._ending: signal.Signals | None = None
         self._waits = True  # whether those wait for a save
         self._before: dict[signal.Signals, Any] = {}
+        self._children: OutlivingChildren | None = None
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
         self._ranks = Collective()  # of its own: a save in the background may be using another one
         try:
             with self._ranks.stage('preflight'):
                 if threading.current_thread() is not threading.main_thread():
                     raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
-                for number in map(signal.Signals.__getitem__, signals):
+                numbers = numbers_of(signals)
+                self._children = OutlivingChildren(numbers)
+                if self._children.is_server_older:
+                    log.warning(
+                        f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the '
+                        f'process group of a rank, as torchrun and terminals send it, ends that server and its data '
+                        f'loader workers before the save: start no such process before the hook or callback begins'
+                    )
+                for number in numbers:
                     self._before[number] = signal.getsignal(number)
                     signal.signal(number, self._handle)
         except BaseException:
@@ -90,6 +106,8 @@ class SaveRequests:
         self._waits = False
         if os.getpid() != self._process:
             return
+        if self._children is not None:
+            self._children.close()
         if self._asked is not None:
             self._log.warning(f'{self._asked}: no save was made: training has ended')
             self._asked = None

@@ -12,6 +12,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.registry import MODEL_WRAPPERS
 
+from xhf_hooks.background.save_on_signal import numbers_of
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
@@ -25,6 +26,7 @@ from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.system.child_processes import OutlivingChildren
 
 
 @explains(HookOptions)
@@ -46,6 +48,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._schedule = Schedule(-1, by_epoch=False)  # until training begins
         self._best = self._best_metric()
         self._has_compared = False
+        # MMEngine builds this hook before an IterBasedTrainLoop, which starts its data loader workers when it is built
+        self._children = OutlivingChildren(numbers_of(self.save_on_signal)) if self.save_on_signal else None
 
     def before_train(self, runner: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -82,6 +86,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             on_committed=lambda committed: self._visualize(runner, committed.step, scalars(committed)),
             on_result=partial(self._visualize, runner),
         )
+        if self._children is not None:
+            self._children.close()  # from now on, the saves have their own
         if self._best is not None:
             self._learn_of_best(self._best, runner.message_hub)
 

@@ -1,0 +1,119 @@
+"""Children of multiprocessing outlive a signal to their process group, but not one from their parent, nor their parent."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xhf_hooks.system.child_processes import OutlivingChildren
+
+#: Longer than anything takes here.
+HANG_SECS = 120.0
+METHODS = ('fork', 'spawn', 'forkserver')
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def wait_for(path: Path) -> int:
+    deadline = time.monotonic() + HANG_SECS
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
+    return False
+
+
+def work(folder: Path) -> None:
+    """A child: says that it is there, waits for a file, and says that it went on."""
+    (folder / 'began.tmp').write_text(str(os.getpid()))
+    (folder / 'began.tmp').rename(folder / 'began')
+    while not (folder / 'go').exists():
+        time.sleep(0.02)
+    (folder / 'done').write_text('1')
+    time.sleep(HANG_SECS)
+
+
+def parent(method: str, folder: Path) -> None:
+    """A process that handles the signals, as training does, and ends its child; prints its exit code."""
+    children = OutlivingChildren(SIGNALS)
+    got = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: got.append(number))
+    child = multiprocessing.get_context(method).Process(target=work, args=(folder,), daemon=True)
+    child.start()
+    wait_for(folder / 'done')
+    assert set(got) == set(SIGNALS), got
+    child.terminate()
+    child.join(HANG_SECS)
+    print('exit code', child.exitcode, flush=True)
+    children.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as the run that ends restores it
+    later = multiprocessing.get_context(method).Process(target=time.sleep, args=(HANG_SECS,), daemon=True)
+    later.start()
+    if method != 'fork':
+        time.sleep(1.0)  # else it may be told to end before it has begun
+    later.terminate()
+    later.join(HANG_SECS)
+    print('a later child', later.exitcode, flush=True)
+
+
+def run_parent(method: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__, method, folder], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_child_outlives_a_signal_to_the_group_and_not_one_from_its_parent(method, tmp_path):
+    process = run_parent(method, tmp_path)
+    child = wait_for(tmp_path / 'began')
+    for number in SIGNALS:
+        os.killpg(process.pid, number)
+    (tmp_path / 'go').touch()
+    wait_for(tmp_path / 'done')
+    assert is_alive(child)
+    said = process.communicate(timeout=HANG_SECS)[0]
+    assert said.splitlines() == [f'exit code {-signal.SIGTERM}', f'a later child {-signal.SIGTERM}']
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_child_that_got_a_signal_does_not_outlive_its_parent(method, tmp_path):
+    process = run_parent(method, tmp_path)
+    child = wait_for(tmp_path / 'began')
+    os.killpg(process.pid, signal.SIGTERM)
+    process.kill()
+    process.communicate(timeout=HANG_SECS)
+    deadline = time.monotonic() + HANG_SECS
+    while is_alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_multiprocessing_must_have():
+    """Its private parts that this needs; each start method above fails without its own."""
+    from multiprocessing import popen_forkserver, popen_spawn_posix, util
+
+    assert isinstance(multiprocessing.current_process()._config, dict)
+    before = util.spawnv_passfds
+    one, two = OutlivingChildren(SIGNALS), OutlivingChildren(SIGNALS[:1])
+    assert util.spawnv_passfds != before
+    one.close()
+    assert util.spawnv_passfds != before and not two.is_server_older
+    two.close()
+    assert util.spawnv_passfds == before
+    for module in (popen_spawn_posix, popen_forkserver):
+        assert module.Popen
+
+
+if __name__ == '__main__':
+    parent(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,168 @@
+"""Processes that training starts outlive a signal that reaches the whole process group.
+
+torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes of a
+step: data loader workers get the signal, too. If they end, training ends with an error before the save that the signal
+requests. So children of multiprocessing block these signals, whatever their start method, and a thread in each of them
+takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody else when
+the parent has ended.
+
+This needs three things of multiprocessing, of which two are private (CPython 3.8 to 3.14):
+
+- ``util.register_after_fork``: called in a child that multiprocessing has forked;
+- ``Process._config``: inherited by all descendants, and pickled into those that are not forked from the parent;
+- ``util.spawnv_passfds``: starts such children and the fork server, which then inherit blocked signals. They cannot end
+  before they are able to handle a signal, and the fork server never handles one.
+
+tests/unit/system/test_child_processes.py fails when one of them goes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from multiprocessing import forkserver, util
+from typing import Any
+
+#: Seconds between two looks at whether the parent has ended, once a signal has come.
+_LOOK_SECS = 0.5
+_KEY = 'xhf_hooks'
+
+
+class OutlivingChildren:
+    """Children that multiprocessing starts from now on outlive signals to the process group, until :meth:`close`.
+
+    Programs that such a child starts inherit the blocked signals.
+
+    Args:
+        signals: Signals that end a process where nothing handles them.
+
+    Attributes:
+        is_server_older: Whether multiprocessing's fork server runs already: it does not outlive the signals, and
+            neither do its children.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self._inherited = _Inherited.of_this_process()
+        self._inherited.add(self, {*signals})
+        server = getattr(forkserver, '_forkserver', None)
+        is_running = getattr(server, '_forkserver_pid', None) is not None
+        self.is_server_older = is_running and not self._inherited.has_started_server(server)
+
+    def close(self) -> None:
+        """Children that are started later end as ever. Those that there are go on as they were started."""
+        self._inherited.discard(self)
+
+
+class _Inherited:
+    """What this process's children inherit: pickled into children that are not forked, and then :func:`_arrive`.
+
+    Args:
+        signals: Those that the parent may have started this process with, blocked.
+    """
+
+    def __init__(self, signals: Iterable[int] = ()) -> None:
+        self._ever_blocked = {*signals}
+        self._wanted: dict[int, set[signal.Signals]] = {}  # by id of who wants it
+        self._server_pid: int | None = None
+        self._spawn: Any = None
+
+    @classmethod
+    def of_this_process(cls) -> _Inherited:
+        config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        found = config.get(_KEY)
+        if not isinstance(found, cls):
+            found = config[_KEY] = cls()
+            util.register_after_fork(found, _Inherited._after_fork)
+        return found
+
+    @property
+    def signals(self) -> set[signal.Signals]:
+        """Those that children outlive now."""
+        return {number for signals in self._wanted.values() for number in signals}
+
+    def add(self, owner: object, signals: set[signal.Signals]) -> None:
+        if not self._wanted:
+            self._spawn = util.spawnv_passfds
+            util.spawnv_passfds = self._spawn_blocking
+        self._wanted[id(owner)] = signals
+
+    def discard(self, owner: object) -> None:
+        if self._wanted.pop(id(owner), None) is not None and not self._wanted:
+            if util.spawnv_passfds == self._spawn_blocking:
+                util.spawnv_passfds = self._spawn
+
+    def has_started_server(self, server: Any) -> bool:
+        return bool(self._ever_blocked) and getattr(server, '_forkserver_pid', None) == self._server_pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (sorted(self.signals), sorted(self._ever_blocked), os.getpid())
+
+    def _spawn_blocking(self, path: Any, args: Any, passfds: Any) -> int:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        self._ever_blocked |= self.signals
+        try:
+            pid: int = self._spawn(path, args, passfds)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if any('multiprocessing.forkserver' in str(argument) for argument in args):
+            self._server_pid = pid
+        return pid
+
+    def _after_fork(self) -> None:
+        signals, parent = self.signals, multiprocessing.parent_process()
+        if signals and parent is not None:
+            for number in signals:
+                if callable(signal.getsignal(number)):  # for the parent; its Python code would wait for this thread
+                    signal.signal(number, signal.SIG_DFL)
+            _outlive(signals, parent.pid or 0)
+
+
+def _arrive(signals: list[int], ever_blocked: list[int], parent: int) -> _Inherited:
+    """Called in a child while it unpickles what it has to do."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ever_blocked)
+    if signals:
+        _outlive(signals, parent)
+    return _Inherited({*ever_blocked, *signals})
+
+
+def _outlive(signals: Iterable[int], parent: int) -> None:
+    """Outlive the signals. Runs on: the main thread of a child, before there is another one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    arguments = ({*signals}, parent, os.getppid())  # os.getppid(): the fork server, of a child of it
+    threading.Thread(target=_take_signals, args=arguments, name='xhf-signals', daemon=True).start()
+
+
+def _take_signals(signals: set[int], parent: int, ancestor: int) -> None:
+    waiting: int | None = None
+    while True:
+        found = signal.sigwaitinfo(signals) if waiting is None else signal.sigtimedwait(signals, _LOOK_SECS)
+        if found is not None and found.si_pid in (parent, os.getpid()):
+            _let_take_effect(found.si_signo)
+        elif found is not None and found.si_signo not in (signal.SIGUSR1, signal.SIGUSR2):
+            waiting = found.si_signo
+        elif waiting is not None and (os.getppid() != ancestor or _has_parent_ended()):
+            number, waiting = waiting, None
+            _let_take_effect(number)
+
+
+def _has_parent_ended() -> bool:
+    """For a child of the fork server, which lives as long as a child does."""
+    parent = multiprocessing.parent_process()  # None until the child begins its work
+    return parent is not None and not parent.is_alive()
+
+
+def _let_take_effect(number: int) -> None:
+    if number == signal.SIGTERM and _is_data_loader_worker():
+        os._exit(0)  # as torch's own handler, which tells terminate() from other signals (its DataLoader.cpp)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # in this thread, the only one that can now get it
+    os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def _is_data_loader_worker() -> bool:
+    data = sys.modules.get('torch.utils.data')
+    return data is not None and data.get_worker_info() is not None
