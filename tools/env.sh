@@ -69,7 +69,7 @@ list_left_out() {
 # Use DIR's programs in this shell, with the settings that DeepSpeed needs here.
 use_env() {
     local dir
-    dir=$(cd "$1" && pwd) || return
+    dir=$(cd "$1" && pwd -P) || return # behind a link: by another path, DeepSpeed would compile its operators again
     export PATH="$dir/bin:$PATH"
     # Two DeepSpeed versions that share compiled operators would rebuild them again and again
     export TORCH_EXTENSIONS_DIR="$dir/torch_extensions"
