@@ -30,8 +30,9 @@ NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 #: Options that choose an attention, a length, or weights to start from, and no other tensors.
 SAME_TENSORS = ('use_varlen_attn', 'max_position_embeddings', 'pretrained_pth')
 
-#: What XTuner says of DeepSeek-V2 with transformers 4.39, and peft 0.13 of 8 bits with bitsandbytes 0.50.
-CANNOT_BE_BUILT = ('requires transformers version', 'memory_efficient_backward')
+#: What XTuner says of DeepSeek-V2 with transformers 4.39 and of Mistral with 4.42, and peft 0.13 of 8 bits with
+#: bitsandbytes 0.50.
+CANNOT_BE_BUILT = ('requires transformers version', 'memory_efficient_backward', 'max_seq_len_cached')
 
 PAGE = REPO_ROOT / 'docs' / 'xtuner_configs.md'
 

@@ -1,14 +1,15 @@
 """The commands on systems that lack calls of Linux: they work on a Mac, and Windows is refused in one line."""
 
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.models.zoo import build
+from tests.helpers.ranks.launch import run_program
 
 #: What Python on a Mac lacks.
 MAC = """
@@ -44,9 +45,18 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(system: str, command: str, *args: object) -> subprocess.CompletedProcess[str]:
-    code = f'{system}\nfrom xhf_hooks.cli.{command} import main\nsys.exit(main(sys.argv[1:]))'
-    return subprocess.run([sys.executable, '-c', code, *map(str, args)], capture_output=True, text=True)
+#: A forked program has imported the package.
+ANEW = """
+import sys
+for name in [name for name in sys.modules if name.partition('.')[0] == 'xhf_hooks']:
+    del sys.modules[name]
+"""
+
+
+def run(system: str, command: str, *args: object) -> Any:
+    code = f'{ANEW}{system}\nfrom xhf_hooks.cli.{command} import main\nsys.exit(main(sys.argv[1:]))'
+    (done,) = run_program(code, *args)
+    return done
 
 
 def test_a_mac_converts_and_verifies(folder):
