@@ -42,6 +42,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """
 
     priority = 95  # after CheckpointHook (90)
+    _saved_to: Path | None = None  # by this hook, in an earlier training of the same runner
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,11 +82,14 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
+            # A folder of another run that began in the same second is not that of this run, though it has its name
+            may_replace=self.out_dir is not None or out_dir == self._saved_to,
             run=runner,
             suffixes=[] if self._best is None else self._best.suffixes(),
             on_committed=lambda committed: self._visualize(runner, committed.step, scalars(committed)),
             on_result=partial(self._visualize, runner),
         )
+        self._saved_to = out_dir
         if self._children is not None:
             self._children.close()  # from now on, the saves have their own
         if self._best is not None:

@@ -98,12 +98,13 @@ class CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
-    def claim(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True) -> None:
+    def claim(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
         Args:
             bases: Folders of models that the run starts from, which are neither replaced nor deleted.
             may_replace: Whether saves may replace one that is there before them, or that a killed process had there.
+            remedy: What else the user may do if they may not, for the message.
 
         Raises:
             TargetError: It is not writable, is in use by another run, or holds foreign files, one of the bases or a
@@ -117,7 +118,7 @@ class CheckpointFolder:
             if not may_replace and self._require_ours() is not None:
                 raise TargetError(
                     f'{self.path} exists: another process has written it, and may have been killed after that; '
-                    f'{self.elsewhere} another folder, or add --overwrite'
+                    f'{self.elsewhere} another folder{remedy}'
                 )
         except BaseException:
             self.release()

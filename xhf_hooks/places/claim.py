@@ -85,6 +85,7 @@ def claim_targets(
     bases: Sequence[str],
     *,
     sweep: Path | None = None,
+    may_replace: bool = True,
 ) -> None:
     """Claim the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
@@ -92,12 +93,13 @@ def claim_targets(
         targets: That of the newest save, then those of the best.
         bases: Folders or hub names of the models that the run starts from.
         sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
+        may_replace: Whether saves may replace those that are there before them.
 
     Raises:
         TargetError: A folder cannot be used, or the disk is too small.
     """
     for target in targets:
-        target.claim(bases)
+        target.claim(bases, may_replace=may_replace)
         if sweep is not None and target.lock.is_seen:
             with target.others.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
                 sweep_dead_runs(log, sweep, target.name, bases)

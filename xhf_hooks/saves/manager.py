@@ -70,6 +70,7 @@ class CheckpointManager:
         when: Describes the schedule, for the log; None means no schedule.
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
         sweep: A work_dir from which leftovers of killed runs are removed.
+        may_replace: Whether saves may replace those that are there before the run.
         run: Identifies the run, such as MMEngine's runner. Only another run can close this one.
         suffixes: Of the names of other folders, each for one save, such as the best.
         on_committed: Called with each committed save, in the thread that trains.
@@ -96,6 +97,7 @@ class CheckpointManager:
         tokenizer: Any | None = None,
         finish_tokenizer: FinishTokenizer | None = None,
         sweep: Path | None = None,
+        may_replace: bool = True,
         run: object | None = None,
         suffixes: Sequence[str] = (),
         on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
@@ -149,6 +151,7 @@ class CheckpointManager:
                 tokenizer=tokenizer,
                 finish_tokenizer=finish_tokenizer,
                 sweep=sweep,
+                may_replace=may_replace,
             )
             self._watch_for_ends(ending)
             with self.collective.stage('preflight'):

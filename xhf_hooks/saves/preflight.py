@@ -28,12 +28,14 @@ def preflight(
     tokenizer: Any | None,
     finish_tokenizer: FinishTokenizer | None,
     sweep: Path | None,
+    may_replace: bool,
 ) -> None:
     """Claim the places of saves and rehearse one. Runs on: all ranks.
 
     Args:
         targets: That of the newest save first.
         bases: Folders or hub names of the models that training starts from.
+        may_replace: Whether saves may replace those that are there before them.
 
     Raises:
         AgreedError: Saves will not work.
@@ -41,7 +43,7 @@ def preflight(
     collective, log = saver.collective, saver.log
     with collective.stage('preflight'):
         if collective.rank == 0:
-            claim_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep)
+            claim_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep, may_replace=may_replace)
             _find_tokenizer(saver, tokenizer, finish_tokenizer)
             for warning in saver.rehearse(targets[0]):
                 log.warn_before_training(warning)

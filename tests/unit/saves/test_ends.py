@@ -5,8 +5,10 @@ import logging
 import re
 import signal
 import threading
+import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
+from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.upload import UploadJob, Uploads
-from xhf_hooks.errors import AgreedError, TargetError
+from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.open_run import OpenRun
@@ -226,3 +229,18 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     del run
     gc.collect()
     assert [thing() for thing in gone] == [None] * 3
+
+
+def test_a_run_does_not_replace_that_of_another_which_began_in_the_same_second(tmp_path, monkeypatch):
+    """MMEngine gives both one folder, if they have one work_dir. The same runner may train again."""
+    clock = SimpleNamespace(time=time.time, localtime=time.localtime, strftime=lambda *args: '20260101_000000')
+    monkeypatch.setattr('mmengine.runner.runner.time', clock)
+    folder = tmp_path / 'run' / '20260101_000000' / 'hf_model'
+    config = run_config(tmp_path / 'run', hook={}, stage=None, max_iters=2)
+    first = train(config)
+    with pytest.raises(XhfError, match=f'{folder} exists: another process .*; set out_dir to another folder$'):
+        train(dict(config, experiment_name='second'))
+    assert assert_whole(folder) == 2
+    first.train_loop._iter = 0
+    first.train()
+    assert assert_whole(folder) == 2
