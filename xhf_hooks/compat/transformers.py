@@ -145,6 +145,35 @@ def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
     return written
 
 
+def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
+    """What ``save_pretrained`` leaves out of names of tensors and older readers expect there, by the path in the model.
+
+    transformers 5 has flattened the vision towers of CLIP and SigLIP: it takes ``vision_model.`` off older names when
+    it loads them, and puts it back only if it has loaded the model so (its function ``revert_weight_conversion``).
+    Where the path itself ends with that name, as in CLIPModel, older versions have it once, too.
+    """
+    if not converts_weights():
+        return {}
+    from transformers import conversion_mapping, core_model_loading
+
+    change = getattr(core_model_loading, 'PrefixChange', None)  # the first of transformers 5 have none
+    if change is None:
+        return {}
+    reverted = getattr(model, '_weight_conversions', None) or ()
+    known = conversion_mapping.get_model_conversion_mapping(model)
+
+    def prefixes_in(conversions: Sequence[Any]) -> dict[str, str]:
+        nested = (one for one in conversions if isinstance(one, change) and getattr(one, 'scope_prefix', None))
+        return {one.scope_prefix: one.prefix_to_remove for one in nested if one.prefix_to_remove}
+
+    found = prefixes_in(reverted)
+    return {
+        path: prefix
+        for path, prefix in prefixes_in(known).items()
+        if path not in found and path.rpartition('.')[2] != prefix
+    }
+
+
 def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]:
     """Names that are not written, and that loading restores since the class ties them to others while it is built.
 

@@ -22,7 +22,7 @@ from xhf_hooks.base_files import (
 )
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
-from xhf_hooks.compat.transformers import dtype_field, move_generation_fields, text_config
+from xhf_hooks.compat.transformers import dtype_field, move_generation_fields, prefixes_left_out, text_config
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.surroundings import WEIGHTS, read_files
@@ -106,7 +106,12 @@ def write(
     """Write the files, and return warnings. Runs on: rank 0."""
     from transformers.dynamic_module_utils import custom_object_save
 
-    warnings = []
+    warnings = [
+        f"{model_class(model).__name__} was not loaded from older names of tensors, so transformers leaves '{prefix}' "
+        f'out of those in {path}, and this save does the same: neither transformers 4 nor vLLM reads them. To keep the '
+        f'older names, load the model before training from a folder that has them, as those on the Hub have'
+        for path, prefix in prefixes_left_out(model).items()
+    ]
     if is_remote_code(model):  # the folder does not load without the code
         # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
         custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)

@@ -1,14 +1,18 @@
 """What a conversion of weights must not do; that it gives the right bytes is shown by tests/distributed/test_zoo."""
 
+import logging
 from importlib import util
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
+from xhf_hooks import save_hf
+from xhf_hooks.compat.transformers import prefixes_left_out
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.exporters.weight_conversion import _first_of_run, _traced_meta, convert_specs
@@ -52,6 +56,31 @@ if HAS_CONVERSION:
         fewer_experts = tensors[source.removeprefix(PREFIX)][:2]
         with pytest.raises(ModelError, match='needs its own exporter'):
             group.combine({source: fewer_experts})
+
+    @pytest.mark.parametrize('family', ['llava', 'paligemma'])
+    def test_names_that_only_transformers_5_reads_are_told(family, tmp_path, caplog):
+        """A model built from its config gets them. One that was loaded from older names keeps those."""
+
+        def warnings() -> list[str]:
+            return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+        model = build(family, models=MODELS)
+        save_hf(model, tmp_path / 'built')
+        said = f'save_hf: {type(model).__name__} was not loaded from older names of tensors, so transformers leaves '
+        (warning,) = [one for one in warnings() if one.startswith(said)]
+        assert "leaves 'vision_model' out of those in vision_tower" in warning
+        file = tmp_path / 'built' / 'model.safetensors'
+        older = {name.replace('vision_tower.', 'vision_tower.vision_model.'): x for name, x in load_file(file).items()}
+        assert older.keys() != load_file(file).keys()
+        save_file(older, file, {'format': 'pt'})
+        caplog.clear()
+        save_hf(type(model).from_pretrained(file.parent), tmp_path / 'loaded')
+        assert [one for one in warnings() if one.startswith(said)] == []
+        assert load_file(tmp_path / 'loaded' / 'model.safetensors').keys() == older.keys()
+
+    def test_towers_whose_names_did_not_change():
+        """CLIPModel had its text model and its vision model under these names before."""
+        assert prefixes_left_out(build('clip', models=MODELS)) == {}
 
 
 class WithRates(nn.Module):
