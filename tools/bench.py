@@ -1,6 +1,7 @@
 """Measure xhf_hooks side by side with its peers.
 
     save        saves of a ZeRO-3 model with every writer and every peer
+    tensors     saves of a model of a thousand small tensors
     floors      saves with every writer, compared with how fast the disk takes as many bytes
     hsdp        saves of an HSDP model with two replicas, compared with FSDP2 of as many ranks
     throttled   saves with every writer and a limited bandwidth from each rank to the disk
@@ -42,6 +43,7 @@ FLUSHED = {'ranks': [2, 4], 'ways': ['with fsync, as the hook']}
 #: What the options of each benchmark have for their defaults.
 BENCHES: dict[str, dict[str, Any]] = {
     'save': {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
+    'tensors': {**SAVES, 'billions': [0.01], 'ways': ['XTuner', 'Accelerate', 'DCP', OURS]},
     'floors': {**SAVES, 'ways': ['floor: ', OURS]},
     'hsdp': {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
     'throttled': {**SAVES, **FLUSHED, 'repeats': 3, 'in_a_row': 2},

@@ -17,11 +17,13 @@ from typing import Any
 Figures = dict[str, float]
 _WIDE = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
 _NARROW = dict(hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=8)
+_TINY = dict(hidden_size=64, intermediate_size=172, num_attention_heads=4, num_key_value_heads=4)
 _WIDE_LAYERS = {0.2: 1, 0.5: 8, 0.8: 14, 1.5: 27, 1.6: 30}
 #: Billions of parameters to the config of a Llama of that size. Sizes differ only in layers, so the largest tensor is
 #: the same; the smallest is for trying out. Not in the worker, which imports DeepSpeed: that prints a warning to
 #: standard output, which is only for the table.
 MODELS: dict[float, dict[str, int]] = {
+    0.01: dict(num_hidden_layers=112, **_TINY),  # a thousand small tensors
     0.05: dict(num_hidden_layers=6, **_NARROW),
     **{billions: dict(num_hidden_layers=n_layers, **_WIDE) for billions, n_layers in _WIDE_LAYERS.items()},
 }

@@ -326,13 +326,15 @@ class CheckpointManager:
         self.collect()
         if not self._has_saved:
             self.log.warning('training has ended, and this run has saved nothing')
-        if self._options.upload_to is None and self._options.on_saved is None:
-            return
+        has_work = self._options.upload_to is not None or self._options.on_saved is not None
         try:
-            while self.collective.any(not self._listeners.wait(_LOOK_SECS), 'finish'):
+            with self.collective.stage('finish'):  # the other ranks wait for the disk here, not in a collective of NCCL
+                for target in self._targets:
+                    target.others.deletion.wait()
+            while has_work and self.collective.any(not self._listeners.wait(_LOOK_SECS), 'finish'):
                 pass
         except XhfError as error:
-            self.handle(error, 'waiting for uploads and on_saved')
+            self.handle(error, 'waiting for deletions, uploads and on_saved')
         self.look()
 
     def _have_weights_changed(self) -> bool:

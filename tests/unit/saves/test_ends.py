@@ -21,6 +21,7 @@ from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.options import RunOptions
+from xhf_hooks.places import other_folders
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.open_run import OpenRun
 from xhf_hooks.saves.telemetry import RunLog
@@ -244,3 +245,25 @@ def test_a_run_does_not_replace_that_of_another_which_began_in_the_same_second(t
     first.train_loop._iter = 0
     first.train()
     assert assert_whole(folder) == 2
+
+
+def test_when_training_has_ended_what_saves_have_replaced_is_gone(tmp_path, monkeypatch):
+    """Not when the script ends: what comes next may move or delete the folder."""
+    may_delete, deleted, remove = threading.Event(), [], other_folders.remove_tree
+
+    def delete_later(path: Path) -> None:
+        assert may_delete.wait(HANG_SECS)
+        deleted.append(path.name.partition('-')[0])
+        remove(path)
+
+    saves = Run().begin(tmp_path / 'hf_model', async_save=True)
+    saves.save(iteration(1))
+    saves.collect()
+    monkeypatch.setattr(other_folders, 'remove_tree', delete_later)
+    saves.save(iteration(2))
+    saves.collect()
+    assert deleted == []
+    threading.Timer(0.2, may_delete.set).start()
+    saves.finish(iteration(2))
+    assert deleted == ['.hf_model.discarded']
+    assert [path.name for path in tmp_path.iterdir() if 'discarded' in path.name] == []

@@ -1,4 +1,4 @@
-"""Children of multiprocessing outlive a signal to their process group, but not one from their parent, nor their parent."""
+"""Children of multiprocessing outlive a signal to their process group, but neither one from their parent nor its end."""
 
 import contextlib
 import multiprocessing
