@@ -1,7 +1,7 @@
 """Processes that training starts outlive a signal that reaches the whole process group.
 
-torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes of a
-step: data loader workers get the signal, too. If they end, training ends with an error before the save that the signal
+torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes
+of a step: data loader workers get the signal, too. If they end, training ends with an error before the save that the signal
 requests. So children of multiprocessing block these signals, whatever their start method, and a thread in each of them
 takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody else when
 the parent has ended.
@@ -91,9 +91,9 @@ class _Inherited:
         self._wanted[id(owner)] = signals
 
     def discard(self, owner: object) -> None:
-        if self._wanted.pop(id(owner), None) is not None and not self._wanted:
-            if util.spawnv_passfds == self._spawn_blocking:
-                util.spawnv_passfds = self._spawn
+        is_last = self._wanted.pop(id(owner), None) is not None and not self._wanted
+        if is_last and util.spawnv_passfds == self._spawn_blocking:
+            util.spawnv_passfds = self._spawn
 
     def has_started_server(self, server: Any) -> bool:
         return bool(self._ever_blocked) and getattr(server, '_forkserver_pid', None) == self._server_pid

@@ -1,4 +1,4 @@
-"""Children of multiprocessing outlive a signal to their process group, but not one from their parent, nor their parent."""
+"""Children of multiprocessing outlive a signal to their process group, not one from their parent, nor their parent."""
 
 import contextlib
 import multiprocessing
