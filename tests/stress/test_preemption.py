@@ -1,4 +1,4 @@
-"""A preemption, as schedulers do it: SIGTERM to torchrun, which signals the process group of each rank, workers included.
+"""A preemption, as schedulers do it: SIGTERM to torchrun, which signals the process group of each rank, with its workers.
 
 ``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs, and says in how many the save was made.
 """
@@ -64,7 +64,7 @@ def train(folder: Path, mode: str, method: str) -> None:
 
 def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]:
     """Start a run, and preempt it; returns the iteration that was saved, the output, and how long the end took."""
-    command = 'torchrun --standalone --local-addr localhost --nproc_per_node 2'.split()
+    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2']
     output = root / 'output.log'
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'CUDA_VISIBLE_DEVICES': ''}
     with output.open('w') as log:
