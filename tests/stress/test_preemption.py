@@ -1,4 +1,4 @@
-"""A preemption, as schedulers do it: SIGTERM to torchrun, which signals the process group of each rank, with its workers.
+"""A preemption, as schedulers make it: SIGTERM to torchrun, which signals the process group of each rank and its workers.
 
 ``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs, and says in how many the save was made.
 """
