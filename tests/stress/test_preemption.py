@@ -1,4 +1,4 @@
-"""A preemption, as schedulers make it: SIGTERM to torchrun, which signals the process group of each rank and its workers.
+"""A preemption, as schedulers make it: SIGTERM to torchrun, which signals the process group of each rank.
 
 ``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs, and says in how many the save was made.
 """
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,17 +63,60 @@ def train(folder: Path, mode: str, method: str) -> None:
         saves.save_if_asked(iteration(number))
 
 
+def launch(root: Path, mode: str, method: str) -> subprocess.Popen[bytes]:
+    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2', __file__, 'train']
+    more = {'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'CUDA_VISIBLE_DEVICES': '', 'DS_ACCELERATOR': 'cpu'}
+    with (root / 'output.log').open('w') as log:
+        return subprocess.Popen(
+            [*command, root / 'hf_model', mode, method], stdout=log, stderr=log, env={**os.environ, **more}
+        )
+
+
+def train_with_runner(folder: Path, mode: str, method: str) -> None:
+    """One rank of MMEngine's FlexibleRunner with DeepSpeedStrategy, whose loop starts its workers when it is built.
+
+    Args:
+        mode: 'first' never ends; 'requeued' resumes it in the same work_dir, with worse scores, for some iterations.
+    """
+    import deepspeed
+    import torch.distributed as dist
+    from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
+
+    from tests.helpers.runs.toy_run import run_config
+    from tests.helpers.runs.toy_run import train as train_runner
+
+    class Slowly(Hook):
+        def after_train_iter(self, runner: Any, *args: Any, **options: Any) -> None:
+            time.sleep(0.1)
+            if dist.get_rank() == 0:
+                print('iteration', runner.iter + 1, flush=True)
+
+    deepspeed.init_distributed(dist_backend='gloo')
+    HOOKS.register_module(module=Slowly)
+    work_dir, is_first = folder.parent / 'work', mode == 'first'
+    last = LAST if is_first else int((work_dir / 'last_checkpoint').read_text().rsplit('_', 1)[1].split('.')[0]) + 4
+    config = run_config(
+        work_dir,
+        hook=dict(out_dir=str(folder), save_on_signal='SIGTERM', save_best='acc', interval=LAST),
+        stage=3,
+        max_iters=last,
+        scores=[0.1, 0.9, *[0.5] * 100] if is_first else [0.7] * 100,
+        hooks=[dict(type='Slowly')],
+        resume=not is_first,
+    )
+    config['train_dataloader'] |= dict(num_workers=WORKERS, multiprocessing_context=method)
+    train_runner(config)
+    print('ended at iteration', last, flush=True)
+
+
 def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]:
     """Start a run, and preempt it; returns the iteration that was saved, the output, and how long the end took."""
-    command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2']
     output = root / 'output.log'
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'CUDA_VISIBLE_DEVICES': ''}
-    with output.open('w') as log:
-        process = subprocess.Popen(
-            [*command, __file__, 'train', root / 'hf_model', mode, method], stdout=log, stderr=log, env=environment
-        )
+    process = launch(root, mode, method)
+    at = ASYNC_AT if mode in ('signal', 'async') else 4  # whose scores are the best
     try:
-        while f'iteration {ASYNC_AT}\n' not in output.read_text():
+        while f'iteration {at + 1}\n' not in output.read_text():
             assert process.poll() is None, output.read_text()
             time.sleep(0.05)
         time.sleep(0.3)
@@ -94,9 +138,22 @@ def test_the_save_is_made(mode, method, tmp_path):
     assert 'DataLoader worker' not in said or mode == 'async', said
 
 
+@pytest.mark.parametrize('method', ['fork', 'forkserver'])
+def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(method, tmp_path):
+    saved, said, _ = preempt(tmp_path, 'first', method)
+    assert saved is not None and saved > 4 and f'saved iter_{saved} to hf_model' in said, said
+    assert assert_whole(tmp_path / 'hf_model_best') == 4, said
+    process = launch(tmp_path, 'requeued', method)
+    status = process.wait()
+    said = (tmp_path / 'output.log').read_text()
+    last = int(said.rsplit('ended at iteration ', 1)[-1].split()[0]) if status == 0 else -1
+    assert last >= saved - 1 + 4 and assert_whole(tmp_path / 'hf_model') == last, said
+    assert assert_whole(tmp_path / 'hf_model_best') == 4, 'its score is better than those of the resumed run'
+
+
 def main() -> None:
     if sys.argv[1] == 'train':
-        train(Path(sys.argv[2]), *sys.argv[3:])
+        (train if sys.argv[3] in ('signal', 'async') else train_with_runner)(Path(sys.argv[2]), *sys.argv[3:])
         return
     n_runs, n_saved = int(sys.argv[1]), 0
     for number in range(1, n_runs + 1):
