@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +42,6 @@ _FAILED = 2
 #: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
 _LOOK_SECS = 0.0005
-#: Between two looks for ranks that have not come yet.
-_MOST_PAUSE_SECS = 0.02
 #: So long after the first rank, others that wait for the same ranks have said so in the store.
 _TELL_TOGETHER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
@@ -103,23 +102,31 @@ class Collective:
         return self.world_size == 1 or self._group is not None
 
     def meet(self) -> bool:
-        """Wait until all ranks are here, and connect again if a connection has broken. Runs on: all ranks.
+        """An agreement for which ranks connect again if a connection has broken. Runs on: all ranks.
 
-        It precedes what ranks do together after a time: a firewall may have closed a connection that was idle.
+        It precedes what ranks do together after a time: a firewall may have closed a connection that was idle. A rank
+        that waits for a minute says which ranks have not come.
 
         Returns:
             Whether a connection had broken.
 
         Raises:
+            AgreedError: Some rank failed.
             RankLostError: Ranks could not connect again.
         """
-        if self.world_size == 1:
+        self._n_met += 1
+        telling = threading.Timer(rendezvous.TELL_SECS, self._tell_missing)
+        telling.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter exits
+            telling.start()
+        try:
+            self.agree('beginning')
             return False
-        with contextlib.suppress(RankLostError):
-            self._wait_for_all()
-            return False
-        self.connect_again()
-        return True
+        except RankLostError:
+            self.connect_again()
+            return True
+        finally:
+            telling.cancel()
 
     def connect_again(self) -> None:
         """Replace all connections. Runs on: all ranks.
@@ -392,31 +399,15 @@ class Collective:
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
 
-    def _wait_for_all(self) -> None:
-        """A barrier; after a minute, a rank says which ranks have not come."""
-        with self._in_touch('beginning'):
-            options = BarrierOptions()
-            options.device = _HOST  # dist.barrier would use the run's GPU
-            work, began, pause_secs = self._group.barrier(options), time.monotonic(), _LOOK_SECS
-            is_told, self._n_met = False, self._n_met + 1
-            while not work.is_completed():
-                if time.monotonic() - began > rendezvous.TELL_SECS and not is_told:
-                    is_told = True
-                    with contextlib.suppress(Exception):  # without a store, or its host
-                        self._tell_missing()
-                time.sleep(pause_secs)
-                pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
-            work.wait()
-
     def _tell_missing(self) -> None:
-        """Say which ranks do not wait, on the first rank that waits so long."""
-        store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_met}', _get_default_store())
-        store.set(f'{self.rank}', '')
-        if store.add('first', 1) == 1:
-            time.sleep(_TELL_TOGETHER_SECS)
-            rendezvous.tell_missing(
-                self.rank, [rank for rank in range(self.world_size) if not store.check([f'{rank}'])]
-            )
+        """Say which ranks do not wait, on the first rank that waits so long. Runs on: a thread of its own."""
+        with contextlib.suppress(Exception):  # without a store, or its host
+            store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_met}', _get_default_store())
+            store.set(f'{self.rank}', '')
+            if store.add('first', 1) == 1:
+                time.sleep(_TELL_TOGETHER_SECS)
+                ranks = range(self.world_size)
+                rendezvous.tell_missing(self.rank, [rank for rank in ranks if not store.check([f'{rank}'])])
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

@@ -209,13 +209,13 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
-        self._pause_if_ending()
         target = target or self.newest
         committed = None
         try:
             self._open_run.require_open()
-            self.meet()
             with self.collective.stage('save'):
+                self._pause_if_ending()
+                self.meet()
                 self.collect()
                 if self._saver.connect_again():
                     self.log.warning(_CONNECTED_AGAIN)
@@ -249,7 +249,8 @@ class CheckpointManager:
             return
         try:
             if at_once:
-                self.meet()
+                with self.collective.stage('save_on_signal'):
+                    self.meet()
             if not requests.is_due(at_once=at_once):
                 return
         except RankLostError as error:
@@ -329,7 +330,8 @@ class CheckpointManager:
             self.save(step)  # which tells that it cannot
             return
         try:
-            self.meet()
+            with self.collective.stage('finish'):
+                self.meet()
             loaded = self.collective.from_rank0('finish', lambda: loaded)  # other hosts may not see the trainer's files
         except XhfError as error:
             self.handle(error, 'the last save')
