@@ -14,9 +14,9 @@ A rank that fails must do next what the others do next. Three rules see to that,
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +32,9 @@ from torch.distributed.distributed_c10d import BarrierOptions, _get_default_stor
 from xhf_hooks.compat.torch import new_gloo_group
 from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
 from xhf_hooks.format.checksum import first_difference, line_checksums
+from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
+from xhf_hooks.system.rendezvous import meet
 
 T = TypeVar('T')
 #: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.
@@ -40,10 +42,8 @@ _FAILED = 2
 #: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
 _LOOK_SECS = 0.0005
-#: After so long, a line says for how many ranks the first save waits.
-_TELL_SECS = 30.0
-#: Between two looks for ranks that have not come yet.
-_MOST_PAUSE_SECS = 0.2
+#: So long after the first rank, others that wait for the same ranks have said so in the store.
+_TELL_TOGETHER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
 #: Up to so many ranks, gloo's ring takes no longer than one step after the other of :meth:`Collective.any`.
@@ -75,10 +75,10 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
+        self._meeting, self._n_met = '', 0  # its name in the store, and how often the ranks have met since
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
-            self._wait_for_all()
-            self._group = self._connect()
+            self._open(timeout_secs)
 
     @classmethod
     def reused(cls) -> Collective:
@@ -92,7 +92,58 @@ class Collective:
         if found is None:
             found = _REUSED[dist.group.WORLD] = cls()
             found._is_reused = True
+        else:
+            found.meet()
         return found
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this rank knows of no broken connection."""
+        return self.world_size == 1 or self._group is not None
+
+    def meet(self) -> bool:
+        """An agreement for which ranks connect again if a connection has broken. Runs on: all ranks.
+
+        It precedes what ranks do together after a time: a firewall may have closed a connection that was idle. A rank
+        that waits for a minute says which ranks have not come.
+
+        Returns:
+            Whether a connection had broken.
+
+        Raises:
+            AgreedError: Some rank failed.
+            RankLostError: Ranks could not connect again.
+        """
+        self._n_met += 1
+        telling = threading.Timer(rendezvous.TELL_SECS, self._tell_missing)
+        telling.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter exits
+            telling.start()
+        try:
+            self.agree('beginning')
+            return False
+        except RankLostError:
+            self.connect_again()
+            return True
+        finally:
+            telling.cancel()
+
+    def connect_again(self) -> None:
+        """Replace all connections. Runs on: all ranks.
+
+        Raises:
+            RankLostError: Ranks could not connect.
+        """
+        self.abandon()
+        try:
+            # Not as long as at first: after a broken connection, all ranks come here at about the same time
+            self._open(min(self._timeout.total_seconds(), CONNECT_TIMEOUT_SECS))
+        except RankLostError as error:
+            raise RankLostError(
+                f'rank {self.rank} lost contact with the other ranks, and could not connect again: {error}'
+            ) from error
+        if self._is_reused and dist.group.WORLD is not None:
+            _REUSED[dist.group.WORLD] = self
 
     def agree(self, stage: str) -> None:
         """Raise the same error on every rank if any rank remembers one. Runs on: all ranks.
@@ -330,47 +381,33 @@ class Collective:
             time.sleep(_LOOK_SECS)
         return True
 
-    def _wait_for_all(self) -> None:
-        """Wait until all ranks are here: one of them may have been evaluating for an hour."""
+    def _open(self, timeout_secs: float) -> None:
+        """Wait until all ranks are here, and connect to them."""
         try:
             store = dist.PrefixStore('xhf_hooks', _get_default_store())
         except (AttributeError, ValueError):  # MPI's process group has none
-            return
-        began, pause_secs = time.monotonic(), _LOOK_SECS
+            self._meeting = ''
+        else:
+            self._meeting = meet(store, self.rank, self.world_size, timeout_secs)
         try:
-            # A rank's next call comes after this one, so the counts of two calls never mix
-            arrived = store.add('arrived', 1)
-            all_of_them = -(-arrived // self.world_size) * self.world_size
-            is_told = arrived % self.world_size != 1  # by the rank that came first
-            while (missing := all_of_them - store.add('arrived', 0)) > 0:
-                waited_secs = time.monotonic() - began
-                if waited_secs > self._timeout.total_seconds():
-                    break
-                if waited_secs > _TELL_SECS and not is_told:
-                    is_told = True
-                    logging.getLogger('xhf_hooks').warning(
-                        f'rank {self.rank} waits for {missing} of {self.world_size} ranks, which have not reached the '
-                        f'first save: all ranks must make each save, even those that write nothing'
-                    )
-                time.sleep(pause_secs)
-                pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
-        except RuntimeError as error:  # the rank that hosts it, mostly rank 0, has died
-            raise RankLostError(f'rank {self.rank} lost contact with the other ranks before a save: {error}') from error
-        if missing > 0:
-            raise RankLostError(
-                f'rank {self.rank}: {missing} of {self.world_size} ranks have not reached the first save within '
-                f'{self._timeout.total_seconds():.0f} s: they died, or did not make that save; all ranks must'
-            )
-
-    def _connect(self) -> dist.ProcessGroup:
-        try:
-            return new_gloo_group(timedelta(seconds=CONNECT_TIMEOUT_SECS), self._timeout)
+            connect_timeout = timedelta(seconds=CONNECT_TIMEOUT_SECS)
+            self._group = new_gloo_group(connect_timeout, self._timeout, prefix=f'xhf_hooks/{self._meeting}')
         except RuntimeError as error:
             raise RankLostError(
                 f'rank {self.rank} did not connect to all {self.world_size} ranks within {CONNECT_TIMEOUT_SECS:.0f} s, '
                 f'before a save: a rank died, or its host name resolves to 127.0.x.x, where other '
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
+
+    def _tell_missing(self) -> None:
+        """Say which ranks do not wait, on the first rank that waits so long. Runs on: a thread of its own."""
+        with contextlib.suppress(Exception):  # without a store, or its host
+            store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_met}', _get_default_store())
+            store.set(f'{self.rank}', '')
+            if store.add('first', 1) == 1:
+                time.sleep(_TELL_TOGETHER_SECS)
+                ranks = range(self.world_size)
+                rendezvous.tell_missing(self.rank, [rank for rank in ranks if not store.check([f'{rank}'])])
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

@@ -5,7 +5,6 @@ And a disk so slow that a save outlasts the time-out of the process group: the r
 
 import logging
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from xhf_hooks import collective, save_hf, sources
 from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.collective import Collective
 from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.system import rendezvous
 from xhf_hooks.writers.output_file import OutputFile
 
 #: Far less than two hours, and far more than what a busy machine needs.
@@ -119,18 +119,18 @@ def wait_for_some(n_come: int) -> tuple[str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger('xhf_hooks').addHandler(handler)
-    with mock.patch.object(collective, '_TELL_SECS', 0.5):
+    with mock.patch.object(rendezvous, 'TELL_SECS', 0.5):
         message = error_of(Collective, 3.0)
     return message, lines
 
 
-def test_ranks_that_wait_for_others_to_save_tell_for_how_many():
+def test_ranks_that_wait_for_others_to_save_tell_for_which():
     *waited, absent = run_ranks(wait_for_some, 3, 2, init='torch')
     assert absent == ('', [])
-    assert all('1 of 3 ranks have not reached the first save' in message for message, _ in waited)
-    (line,) = [line for _, lines in waited for line in lines]  # of the rank that came first
-    remedy = 'which have not reached the first save: all ranks must make each save, even those that write nothing'
-    assert re.fullmatch(rf'rank [01] waits for [12] of 3 ranks, {remedy}', line), line
+    assert 'rank 0: ranks 2 have not reached this save within 3 s' in waited[0][0], waited
+    assert 'rank 1: other ranks have not reached this save within 3 s' in waited[1][0], waited
+    remedy = 'which did not reach this save so far: all ranks must make each save, even those that write nothing'
+    assert [lines for _, lines in waited] == [[f'rank 0 waits for ranks 2, {remedy}'], []]
 
 
 def save_late(out_dir: Path) -> str:

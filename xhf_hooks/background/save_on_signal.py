@@ -83,9 +83,11 @@ class SaveRequests:
                 save has the weights of the last iteration, and of training, when there is no next iteration.
 
         Raises:
-            RankLostError: A rank has died.
+            RankLostError: A rank has died, or a connection broke. From then on it is False, until they connect again.
         """
         answer, self._answer = self._answer, None
+        if not self._ranks.is_connected:
+            return False
         is_due = answer is not None and answer()
         if at_once and not is_due:
             is_due = self._ask()()
@@ -94,6 +96,21 @@ class SaveRequests:
         if not at_once:
             self._answer = self._ask()
         return is_due
+
+    def connect_again(self, collective: Collective) -> bool:
+        """Connect again if the connections of a rank have broken; returns whether they had. Runs on: all ranks.
+
+        Args:
+            collective: By which ranks tell each other.
+
+        Raises:
+            RankLostError: Ranks could not connect.
+        """
+        if not collective.any(not self._ranks.is_connected, 'save_on_signal'):
+            return False
+        self._answer = None
+        self._ranks.connect_again()
+        return True
 
     def end_process(self) -> None:
         """Let a pending signal take effect: the save is made, or there will be none. Runs on: the main thread."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.ProcessGroup:
+def new_gloo_group(connect_timeout: timedelta, timeout: timedelta, *, prefix: str) -> dist.ProcessGroup:
     """Create a gloo group of all ranks. Runs on: all ranks.
 
     A new group's time-out also applies while it looks up its ranks in the store. Since 2.3 torch can change it
@@ -20,6 +20,8 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.Proce
     Args:
         connect_timeout: How long the ranks may take to connect.
         timeout: How long a rank waits for the others in each later operation.
+        prefix: Of what the ranks write into the store of the default group. It must be new: torch's own prefix is a
+            count, and in torchrun's store, which outlives a restart, ranks would find the addresses of dead ones.
 
     Raises:
         RuntimeError: A rank did not connect in time.
@@ -27,11 +29,26 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta) -> dist.Proce
     set_timeout = getattr(distributed_c10d, '_set_pg_timeout', None)  # since torch 2.3
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         set_timeout = None  # torch's wrapper, and the group inside it that checks each call, keep their first time-out
-    with _without_bound_device():
+    with _without_bound_device(), _store_with(prefix):
         group = dist.new_group(backend='gloo', timeout=timeout if set_timeout is None else connect_timeout)
     if set_timeout is not None:
         set_timeout(timeout, group)
     return group
+
+
+@contextmanager
+def _store_with(prefix: str) -> Iterator[None]:
+    """Inside, new groups use the store of the default group under a prefix (``new_group``, distributed_c10d.py)."""
+    groups, default = distributed_c10d._world.pg_map, dist.group.WORLD
+    backend, store = groups[default]
+    if store is None:  # of MPI
+        yield
+        return
+    groups[default] = (backend, dist.PrefixStore(prefix, store))
+    try:
+        yield
+    finally:
+        groups[default] = (backend, store)
 
 
 @contextmanager

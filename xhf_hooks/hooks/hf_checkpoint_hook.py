@@ -148,6 +148,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         if saves.must_tell_after:
             saves.collect()  # whether the last best save succeeded decides what the best score is
         try:
+            with saves.collective.stage('comparing scores'):
+                saves.meet()
             improved = saves.collective.from_rank0('comparing scores', compare)
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:

@@ -46,7 +46,7 @@ from xhf_hooks.background.save_on_signal import SaveRequests
 from xhf_hooks.background.upload import Uploads, uploads_of_run
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import XhfError
+from xhf_hooks.errors import RankLostError, XhfError
 from xhf_hooks.options import CallOptions, RunOptions, require_uploads_apart
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.claim import choose_strategy
@@ -60,6 +60,8 @@ from xhf_hooks.system.versions import require_packages
 
 #: Between two agreements of ranks that wait for each other's listeners. Signals are handled only in between.
 _LOOK_SECS = 5.0
+
+_CONNECTED_AGAIN = 'a connection between ranks had broken; they are connected again'
 
 
 class CheckpointManager:
@@ -210,13 +212,16 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
         """
-        self._pause_if_ending()
         target = target or self.newest
         committed = None
         try:
             self._open_run.require_open()
             with self.collective.stage('save'):
+                self._pause_if_ending()
+                self.meet()
                 self.collect()
+                if self._saver.connect_again():
+                    self.log.warning(_CONNECTED_AGAIN)
                 self._listeners.renew()
                 if self._options.async_save:
                     self._saving = self._saver.start(target, step, facts, partial(self._tell, step))
@@ -243,7 +248,20 @@ class CheckpointManager:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not agree.
         """
         requests = self._requests
-        if requests is None or self._open_run.is_closed or not requests.is_due(at_once=at_once):
+        if requests is None or self._open_run.is_closed:
+            return
+        try:
+            if at_once:
+                with self.collective.stage('save_on_signal'):
+                    self.meet()
+            if not requests.is_due(at_once=at_once):
+                return
+        except RankLostError as error:
+            if self._options.on_error == 'raise':
+                raise
+            self.log.error(
+                f'save_on_signal: no signal is heard until the next save or validation connects again: {error}'
+            )
             return
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed
         if self.saved_at != step.iteration:
@@ -314,7 +332,13 @@ class CheckpointManager:
         if self._open_run.is_closed:
             self.save(step)  # which tells that it cannot
             return
-        loaded = self.collective.from_rank0('finish', lambda: loaded)  # other hosts may not see the trainer's files
+        try:
+            with self.collective.stage('finish'):
+                self.meet()
+            loaded = self.collective.from_rank0('finish', lambda: loaded)  # other hosts may not see the trainer's files
+        except XhfError as error:
+            self.handle(error, 'the last save')
+            return
         is_saved = self.saved_at == step.iteration
         has_changed = self._have_weights_changed() if is_saved else loaded is not None
         if loaded is not None and has_changed:
@@ -336,6 +360,21 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, 'waiting for deletions, uploads and on_saved')
         self.look()
+
+    def meet(self) -> None:
+        """Wait for all ranks, and connect them again where a connection has broken. Runs on: all ranks.
+
+        It precedes what ranks do together after a time. (For saves in the background, :meth:`save` does that once the
+        one in flight has ended.)
+
+        Raises:
+            RankLostError: A rank has died, or could not be reached again.
+        """
+        has_broken = self.collective.meet()
+        if self._requests is not None:
+            has_broken = self._requests.connect_again(self.collective) or has_broken
+        if has_broken:
+            self.log.warning(_CONNECTED_AGAIN)
 
     def _have_weights_changed(self) -> bool:
         """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""

@@ -185,6 +185,17 @@ class Saver:
         self.background.add(in_flight)
         return in_flight.outcome
 
+    def connect_again(self) -> bool:
+        """Connect again for background saves if connections have broken; returns whether they had. Runs on: all ranks.
+
+        Raises:
+            RankLostError: Ranks could not connect.
+        """
+        if self._beside is None or not self.collective.any(not self._beside.is_connected, 'save'):
+            return False
+        self._beside.connect_again()
+        return True
+
     def checksum_weights(self) -> int:
         """A checksum of what this rank holds of the model now."""
         source = source_for(self._unwrapped.root)

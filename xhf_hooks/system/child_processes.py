@@ -1,10 +1,10 @@
 """Processes that training starts outlive a signal that reaches the whole process group.
 
-torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes of
-a step: data loader workers get the signal, too. If they end, training ends with an error before the save that the signal
-requests. So children of multiprocessing block these signals, whatever their start method, and a thread in each of them
-takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody else when
-the parent has ended.
+torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes
+of a step: data loader workers get the signal, too. If they end, training ends with an error before the save that the
+signal requests. So children of multiprocessing block these signals, whatever their start method, and a thread in each
+of them takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody
+else when the parent has ended.
 
 This needs three things of multiprocessing, of which two are private (CPython 3.8 to 3.14):
 

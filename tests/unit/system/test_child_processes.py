@@ -1,4 +1,4 @@
-"""Children of multiprocessing outlive a signal to their process group, but neither one from their parent nor its end."""
+"""Children of multiprocessing outlive a signal to their process group, not one from their parent, nor their parent."""
 
 import contextlib
 import multiprocessing

@@ -1,0 +1,114 @@
+"""How ranks find each other in the store of their process group, before they are connected.
+
+What is there may be of an earlier attempt: torchrun's store outlives a restart, and a file outlives everything. So
+each meeting of ranks has a name that was never used before, and a rank believes only what answers its own word.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection
+from typing import Any
+
+from xhf_hooks.errors import RankLostError
+
+#: After so long, a rank says which ranks it waits for.
+TELL_SECS = 60.0
+_LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
+
+
+def meet(store: Any, rank: int, world_size: int, timeout_secs: float) -> str:
+    """Wait until all ranks are here: one of them may have been evaluating for an hour. Runs on: all ranks.
+
+    Args:
+        store: A store of torch, of these ranks alone.
+
+    Returns:
+        The name of this meeting, the same on all ranks.
+
+    Raises:
+        RankLostError: Some have not come in time; the message names them. Or the store has gone.
+    """
+    word = uuid.uuid4().hex
+    try:
+        store.set(f'here/{rank}', word)
+        if rank == 0:
+            return _receive_all(store, word, world_size, timeout_secs)
+        return _answer(store, rank, word, timeout_secs)
+    except RuntimeError as error:  # the rank that hosts it, mostly rank 0, has died
+        raise RankLostError(f'rank {rank} lost contact with the other ranks before a save: {error}') from error
+
+
+def tell_missing(rank: int, missing: Collection[int]) -> None:
+    """Say which ranks have not come."""
+    logging.getLogger('xhf_hooks').warning(
+        f'rank {rank} waits for {_named(missing)}, which did not reach this save so far: all ranks must make each '
+        f'save, even those that write nothing'
+    )
+
+
+def _receive_all(store: Any, name: str, world_size: int, timeout_secs: float) -> str:
+    """Tell the name of the meeting to each word, and wait until all ranks have repeated it. Runs on: rank 0."""
+    missing, told = dict.fromkeys(range(1, world_size)), dict.fromkeys(range(1, world_size), b'')
+
+    def are_here() -> bool:
+        for rank in [*missing]:
+            if store.check([f'here/{rank}']) and (word := store.get(f'here/{rank}')) != told[rank]:
+                told[rank] = word  # perhaps of an earlier attempt; then another one will come
+                store.set(f'answer/{word.decode()}', name)
+            if store.check([f'{name}/{rank}']):
+                del missing[rank]
+        return not missing
+
+    _wait(are_here, 0, missing, timeout_secs, may_tell=lambda: True)
+    store.set(f'{name}/all', '')
+    store.set('last', name)
+    return name
+
+
+def _answer(store: Any, rank: int, word: str, timeout_secs: float) -> str:
+    """Wait for the name of the meeting, repeat it, and wait until all have. Runs on: other ranks than rank 0."""
+
+    def is_first() -> bool:
+        last = store.get('last').decode() if store.check(['last']) else ''
+        return bool(store.add(f'missed since {last}', 1) == 1)
+
+    _wait(lambda: store.check([f'answer/{word}']), rank, [0], timeout_secs, may_tell=is_first)
+    name: str = store.get(f'answer/{word}').decode()
+    store.set(f'{name}/{rank}', '')
+    # Rank 0 names those that are missing
+    _wait(lambda: store.check([f'{name}/all']), rank, [], timeout_secs, may_tell=lambda: False)
+    return name
+
+
+def _wait(
+    is_over: Callable[[], bool],
+    rank: int,
+    missing: Collection[int],
+    timeout_secs: float,
+    *,
+    may_tell: Callable[[], bool],
+) -> None:
+    began, pause_secs, is_told = time.monotonic(), _LEAST_PAUSE_SECS, False
+    while not is_over():
+        waited_secs = time.monotonic() - began
+        if waited_secs > timeout_secs:
+            raise RankLostError(
+                f'rank {rank}: {_named(missing)} have not reached this save within {timeout_secs:.0f} s: they died, or '
+                f'did not make it; all ranks must'
+            )
+        if waited_secs > TELL_SECS and not is_told:
+            is_told = True
+            if may_tell():
+                tell_missing(rank, missing)
+        time.sleep(pause_secs)
+        pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
+
+
+def _named(ranks: Collection[int]) -> str:
+    """Ranks as text."""
+    listed = ', '.join(map(str, [*ranks][:8]))
+    more = f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''
+    return f'ranks {listed}{more}' if ranks else 'other ranks'
