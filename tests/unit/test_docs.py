@@ -36,7 +36,7 @@ OTHERS = {
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
 OTHERS |= {'vis_backends'}
 OTHERS |= {'--add_version', '--callbacks', '--delete', '--external_plugins', '--full', '--output_dir', '--private'}
-OTHERS |= {'--revision', '--signal', '--wait'}
+OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
 ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'zero_to_fp32.py', 'tests/trainers/test_NAME.py'}
