@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
+    base_folder,
     base_json,
     has_base_file,
     is_remote_code,
@@ -144,13 +145,14 @@ def write(
 def _copy_companions(folder: Path, base_dir: str) -> None:
     """Copy what the base has for other readers of its class: sentence-transformers' modules, voices of Qwen-Omni."""
     names = [*_COMPANIONS]
-    with suppress(ValueError, TypeError, KeyError):  # a damaged modules.json is copied as it is
+    with suppress(ValueError, TypeError, KeyError, NotImplementedError):  # a damaged modules.json is copied as it is
         for content in read_base_files(base_dir, ('modules.json',)).values():
-            paths = [module['path'] for module in json.loads(content)]
-            names += [f'{path}/{name}' for path in paths if path for name in ('config.json', 'model.safetensors')]
+            paths = [module['path'] for module in json.loads(content) if module['path']]
+            home = base_folder(base_dir) or Path()
+            names += [f'{path}/{file.name}' for path in paths for file in home.glob(f'{path}/*') if file.is_file()]
     for name, content in read_base_files(base_dir, names).items():
         if not (folder / name).exists():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
 

@@ -266,10 +266,13 @@ def test_what_lies_beside_a_base_of_the_same_class(kind, tmp_path):
     model = with_base(build('llama'), base, architectures=[kind])
     (base / '1_Pooling').mkdir()
     (base / '1_Pooling' / 'config.json').write_text('{"pooling_mode": "cls"}')
-    (base / 'modules.json').write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../base/1_Pooling"}]')
+    (base / '2_Dense').mkdir()
+    (base / '2_Dense' / 'pytorch_model.bin').write_text('weights of an older version')
+    modules = [{'path': path} for path in ('', '1_Pooling', '2_Dense', '../base/1_Pooling')]
+    (base / 'modules.json').write_text(json.dumps(modules))
     (base / 'spk_dict.pt').write_text('voices')
     assert written(tmp_path / 'found', model) == []
-    names = {'modules.json', 'spk_dict.pt', '1_Pooling/config.json'}
+    names = {'modules.json', 'spk_dict.pt', '1_Pooling/config.json', '2_Dense/pytorch_model.bin'}
     found = {path.relative_to(tmp_path / 'found').as_posix() for path in (tmp_path / 'found').rglob('*')}
     assert names & found == (names if kind == 'LlamaForCausalLM' else set())
     for name in names & found:
