@@ -191,10 +191,8 @@ class Saver:
         Raises:
             RankLostError: Ranks could not connect.
         """
-        if self._beside is None or not self.collective.any(not self._beside.is_connected, 'save'):
-            return False
-        self._beside.connect_again()
-        return True
+        self.collective.agree('save')  # so that all ranks come to the next line
+        return self._beside is not None and self._beside.meet()
 
     def checksum_weights(self) -> int:
         """A checksum of what this rank holds of the model now."""
