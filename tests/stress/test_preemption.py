@@ -47,7 +47,7 @@ def train(folder: Path, mode: str, method: str) -> None:
     options = {'async_save': True} if mode == 'async' else {'save_on_signal': ['SIGTERM']}
     if mode == 'async':
         write = OutputFile.write
-        OutputFile.write = lambda *args: (time.sleep(2), write(*args))[1]  # in flight when the signal comes
+        OutputFile.write = lambda *args: (time.sleep(0.2), write(*args))[1]  # in flight when the signal comes
     model = torch.nn.parallel.DistributedDataParallel(odd_llama())
     saves = make_manager(model, folder, bucket_size='1MB', **options)
     loader = torch.utils.data.DataLoader(Data(), num_workers=WORKERS, multiprocessing_context=method)

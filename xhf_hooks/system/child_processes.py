@@ -123,7 +123,7 @@ class _Inherited:
 
 def _arrive(signals: list[int], ever_blocked: list[int], parent: int) -> _Inherited:
     """Called in a child while it unpickles what it has to do."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ever_blocked)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ever_blocked} - {*signals})  # one of the signals may be pending
     if signals:
         _outlive(signals, parent)
     return _Inherited({*ever_blocked, *signals})
