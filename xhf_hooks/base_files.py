@@ -373,6 +373,9 @@ def load_processor(base_dir: str, *, trust_remote_code: bool) -> Any | None:
 
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
-        return AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
+        processor = AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
     except Exception:  # code that is not trusted, or a package that is missing here
         return None
+    # The tokenizer in it keeps this option in transformers 4.36, and would save it
+    getattr(getattr(processor, 'tokenizer', None), 'init_kwargs', {}).pop('trust_remote_code', None)
+    return processor

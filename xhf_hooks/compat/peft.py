@@ -9,11 +9,21 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
 #: Values of ``init_lora_weights`` that edit the base by data of the run, which peft does not have when it loads the
 #: adapter. A layer without such data is not edited, or peft refuses it (``tuners/lora/layer.py``).
 _INITS_BY_DATA = ('lora_ga', 'corda')
+
+
+def active_adapters(peft_model: PeftModel) -> list[str]:
+    """The names of the adapters that make the model's outputs.
+
+    peft 0.7 has for the tuners of prompts, which have one, a method of the transformers model that they are around.
+    """
+    found = peft_model.active_adapters
+    return [peft_model.active_adapter] if callable(found) else list(found)
 
 
 def uses_dora(layer: LoraLayer, adapter: str) -> bool:

@@ -1,11 +1,13 @@
-"""Process groups of torch 2.1 to 2.13."""
+"""Process groups and devices of torch 2.1 to 2.13."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -67,3 +69,9 @@ def _without_bound_device() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+def device_module(device: torch.device) -> Any:
+    """The module for a kind of device, such as ``torch.cuda``: ``torch.get_device_module``, which 2.1 to 2.3 lack."""
+    find = getattr(torch, 'get_device_module', None)
+    return getattr(torch, device.type) if find is None else find(device)

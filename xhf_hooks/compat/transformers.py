@@ -116,6 +116,20 @@ def set_rope_option(config: PretrainedConfig, name: str, value: Any) -> bool:
     return True
 
 
+def forget_scaling_by_one(config: PretrainedConfig) -> None:
+    """Drop a linear scaling of RoPE by 1.0, which changes nothing, if the config's class refuses to load it.
+
+    Classes before transformers 4.45 do. XTuner sets it after loading where the context is not longer than the base's.
+    """
+    scaling = getattr(config, 'rope_scaling', None)
+    if not isinstance(scaling, dict) or scaling.get('factor') != 1 or scaling.get('type') != 'linear':
+        return
+    try:
+        type(config).from_dict(config.to_dict())
+    except ValueError:
+        config.rope_scaling = None
+
+
 def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
     """The name in the model by the name in the files, in the order of ``save_pretrained``.
 

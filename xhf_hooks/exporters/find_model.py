@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from xhf_hooks.compat.peft import active_adapters
 from xhf_hooks.errors import ModelError
 from xhf_hooks.model import without_wrappers
 
@@ -118,7 +119,7 @@ def adapters_in_use(peft_model: PeftModel) -> list[str]:
     Raises:
         ModelError: There is none, nothing is trainable, or an adapter is trained that is not active.
     """
-    active = list(peft_model.active_adapters)
+    active = active_adapters(peft_model)
     trained = [name for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
     kind = type(peft_model.get_base_model()).__name__
     if not active or not trained:

@@ -23,7 +23,13 @@ from xhf_hooks.base_files import (
 )
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
-from xhf_hooks.compat.transformers import dtype_field, move_generation_fields, prefixes_left_out, text_config
+from xhf_hooks.compat.transformers import (
+    dtype_field,
+    forget_scaling_by_one,
+    move_generation_fields,
+    prefixes_left_out,
+    text_config,
+)
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.surroundings import WEIGHTS, read_files
@@ -70,6 +76,7 @@ def exported_config(
     if text is not config:
         name = next((name for name, part in vars(config).items() if part is text), '')
         _restore_use_cache(text, base.get(name, {}))
+    forget_scaling_by_one(text)
     return config
 
 

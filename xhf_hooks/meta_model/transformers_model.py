@@ -272,6 +272,8 @@ def _change_vocabulary(config: PretrainedConfig, n_more: int) -> None:
         others = [name for name, value in vars(text).items() if name.endswith('_vocab_size') and value == size]
         for name in ('vocab_size', *others):
             setattr(text, name, size + n_more)
+        if vars(config).get('vocab_size') == size:  # LLaVA's of transformers 4.36 has that of its text model, too
+            config.vocab_size = size + n_more
 
 
 def lora_config_of(options: Mapping[str, Any], where: str) -> PeftConfig:

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from xhf_hooks.compat.torch import device_module
+
 #: Small beside a model whose saves take long, large beside a local shard (sources/read.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
@@ -87,7 +89,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for all that the devices were given to do, on every stream. The host's is done already."""
     for device in devices:
         if device.type not in ('cpu', 'meta'):
-            torch.get_device_module(device).synchronize(device)
+            device_module(device).synchronize(device)
 
 
 def _padding(address: int, nbytes: int, offset: int) -> int:

@@ -14,9 +14,10 @@ from xhf_hooks.compat.transformers import text_config
 
 def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Save a tiny model with ``save_pretrained``, and a tokenizer with a token for each row of its embedding."""
+    from tests.helpers.models.families import MODELS
     from tests.helpers.models.zoo import build
 
-    model = build(family).to(dtype)
+    model = build(family, models=MODELS).to(dtype)
     model.save_pretrained(folder, **options)
     save_tokenizer(folder, text_config(model.config).vocab_size)
     return folder
@@ -85,7 +86,9 @@ def _tensors(data: bytes) -> dict[str, Any]:
 def edit_json(path: Path, **changed: Any) -> None:
     """Replace keys of a JSON file; None removes a key."""
     content = {**json.loads(path.read_text()), **changed}
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in content.items() if value is not None or key not in changed})
+    )
 
 
 def flip(path: Path, at: int) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,14 +89,18 @@ def make_trainer(
     short: dict[str, Any] = dict(max_steps=4, save_strategy='no', report_to=[], per_device_train_batch_size=1)
     machine: dict[str, Any] = dict(use_cpu=True, ddp_backend='gloo', disable_tqdm=True)
     model = odd_llama() if model is None else model
+    given = {**short, **machine, **arguments}
+    if 'eval_strategy' in given and 'eval_strategy' not in signature(TrainingArguments).parameters:
+        given['evaluation_strategy'] = given.pop('eval_strategy')
+    processor = 'processing_class' if 'processing_class' in signature(Trainer).parameters else 'tokenizer'
     return Trainer(
         model=model,
-        args=TrainingArguments(output_dir=str(root), **{**short, **machine, **arguments}),
+        args=TrainingArguments(output_dir=str(root), **given),
         train_dataset=Sequences(),
         eval_dataset=Sequences(),
-        processing_class=tokenizer,
         optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), None),
         callbacks=[*([] if options is None else [HFCheckpointCallback(**options)]), *callbacks],
+        **{processor: tokenizer},
     )
 
 

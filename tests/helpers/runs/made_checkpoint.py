@@ -155,6 +155,7 @@ def save_dcp(state: dict[str, Any], folder: Path, **options: Any) -> Path:
     """Save with torch.distributed.checkpoint on one process, without a process group."""
     import torch.distributed.checkpoint as dcp
 
-    alone = {'no_dist': True} if 'no_dist' in signature(dcp.save).parameters else {}  # torch 2.4 and 2.5 see it
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), **alone)
+    save = getattr(dcp, 'save', None) or dcp.save_state_dict  # torch 2.1 has no other
+    alone = {'no_dist': True} if 'no_dist' in signature(save).parameters else {}  # torch 2.4 and 2.5 see it
+    save(state, storage_writer=dcp.FileSystemWriter(folder, **options), **alone)
     return folder

@@ -10,9 +10,13 @@ import transformers
 from tests.helpers.checks.config_fields import config_fields
 from tests.helpers.models.zoo import build
 from tests.unit.exporters.test_hf_assets import written
+from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.exporters.hf_assets import write_config
 
-pytestmark = pytest.mark.modern_only
+pytestmark = [
+    pytest.mark.modern_only,
+    pytest.mark.skipif(not converts_weights(), reason='transformers 4 has no rope_parameters'),
+]
 
 FREQUENCIES = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}
 LLAMA_3 = {'rope_type': 'llama3', 'factor': 8.0, **FREQUENCIES}

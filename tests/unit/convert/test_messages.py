@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config, config_fields
+from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_model, write_manifest
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
@@ -164,13 +165,16 @@ WIDENED = 'have no fp32 master weights in this checkpoint; their 16-bit weights 
 @pytest.fixture(scope='module')
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp('model') / 'base'
-    build('qwen2').save_pretrained(folder)
+    build('llama_tied', models=MODELS).save_pretrained(folder)
     return folder
 
 
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return {name: torch.randn(p.shape, generator=generator) for name, p in build('qwen2').named_parameters()}
+    return {
+        name: torch.randn(p.shape, generator=generator)
+        for name, p in build('llama_tied', models=MODELS).named_parameters()
+    }
 
 
 def made(stage: int = 1) -> MadeCheckpoint:

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.checks.converted import assert_same_files, checkpoint_of, config_of, convert
 from tests.helpers.models.adapted import adapt, around
-from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo.internvl import load_internvl
 from xhf_hooks import save_hf
@@ -40,7 +40,7 @@ class Run:
         save_tokenizer(self.base, n_rows)
         chat.vision_model.requires_grad_(False)
         if kind == 'llm':
-            chat.language_model.resize_token_embeddings(n_rows + 3, mean_resizing=False)
+            resize_embeddings(chat.language_model, n_rows + 3)
         for name, (part, lora) in self.adapters.items():
             task = None if name == 'visual_encoder_lora' else 'CAUSAL_LM'
             setattr(chat, part, adapt(getattr(chat, part), task_type=task, **lora))

@@ -148,7 +148,7 @@ def test_an_adapter_is_asked_for_where_there_is_none():
 
 def refused_by_the_hub(pretrained_model_name_or_path: str) -> None:
     """As ``from_pretrained`` raises it."""
-    response = SimpleNamespace(headers={}, request=None, status_code=403)
+    response = SimpleNamespace(headers={}, request=None, status_code=403, json=dict, text='')
     raise OSError('You are trying to access a gated repo.') from GatedRepoError(
         'Access is\nrestricted', response=response
     )

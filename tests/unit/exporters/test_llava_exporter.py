@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
-from tests.helpers.models.adapted import around, planned
+from tests.helpers.models.adapted import around, is_known_to_peft, planned
+from tests.helpers.models.families import MODELS
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
@@ -20,6 +21,8 @@ from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter
 from xhf_hooks.options import DTYPE_CODES
 
 LLM_LORA = {'llm': dict(target_modules='all-linear')}
+#: If the installed peft merges it into embeddings.
+DORA = {'use_dora': True} if is_known_to_peft('embedding_dora') else {}
 BOTH_LORA = {**LLM_LORA, 'visual_encoder': dict(target_modules=['q_proj', 'v_proj'])}
 
 
@@ -90,7 +93,7 @@ def test_adapters_beside_merged_parts(bases, tmp_path):
         (dict(), VOCAB_SIZE),
         (dict(visual_select_layer=-1, hidden_act='relu', bias=not MAY_LACK_BIAS), VOCAB_SIZE),
         (dict(lora=BOTH_LORA), VOCAB_SIZE),
-        (dict(lora={'llm': dict(target_modules=['embed_tokens', 'lm_head'], use_dora=True)}), VOCAB_SIZE),
+        (dict(lora={'llm': dict(target_modules=['embed_tokens', 'lm_head'], **DORA)}), VOCAB_SIZE),
         (dict(), VOCAB_SIZE - 3),
     ],
     ids=['full', 'other_options', 'lora', 'lora_embeddings', 'rows_to_spare'],
@@ -120,7 +123,7 @@ def test_new_rows_are_the_mean(bases, tmp_path):
 
 
 def test_tied_embeddings_stay_tied(bases, tmp_path):
-    model = TinyLlava(bases, llm=build('qwen2')).eval()
+    model = TinyLlava(bases, llm=build('llama_tied', models=MODELS)).eval()
     path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
     assert not any('lm_head' in name for name in folder_tensors(path))
     torch.testing.assert_close(logits_of(path), model(*question()), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.models.adapted import adapted, around
-from tests.helpers.models.zoo import MODELS, available, build, fitted
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import available, build, fitted
 from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.compat.transformers import converts_weights
@@ -64,7 +65,7 @@ def test_an_unfused_expert_that_is_missing():
 
 
 def rehearsed_as_tied(family: str, is_tied: bool, monkeypatch: Any) -> list[str]:
-    exporter, placements = planned(build(family))
+    exporter, placements = planned(build(family, models=MODELS))
     config = exporter._config
     config.tie_word_embeddings = is_tied
     monkeypatch.setattr(type(exporter), '_config', config)
@@ -73,7 +74,7 @@ def rehearsed_as_tied(family: str, is_tied: bool, monkeypatch: Any) -> list[str]
 
 def test_a_tie_that_the_config_does_not_have(monkeypatch):
     with pytest.raises(ModelError, match=r'missing: lm_head\.weight|not tied to what is saved: lm_head\.weight'):
-        rehearsed_as_tied('qwen2', False, monkeypatch)
+        rehearsed_as_tied('llama_tied', False, monkeypatch)
 
 
 def test_a_tie_of_two_tensors_that_are_stored(monkeypatch):
@@ -156,7 +157,7 @@ def same_logits(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize('is_tied', [True, False])
 def test_ties_against_the_config(is_tied, tmp_path):
     """The config says what the weights are: else the head is random, or the embedding, once loaded."""
-    model = build('llama' if is_tied else 'qwen2')
+    model = build('llama' if is_tied else 'llama_tied', models=MODELS)
     head = model.model.embed_tokens.weight if is_tied else nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.lm_head.weight = head
     before = model.config.tie_word_embeddings

@@ -37,7 +37,7 @@ def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_
 
 def test_each_part_of_a_model_has_a_base(tmp_path):
     """As LLaVA's llm and visual encoder in XTuner."""
-    whole = around(llm=build('llama'), visual_encoder=build('qwen2'), projector=nn.Linear(1, 1))
+    whole = around(llm=build('llama'), visual_encoder=build('gpt2'), projector=nn.Linear(1, 1))
     whole.llm.config._name_or_path, whole.visual_encoder.config._name_or_path = '/base/llm', '/base/vision'
     assert base_dirs_of(whole) == ['/base/llm', '/base/vision']
 
@@ -78,7 +78,7 @@ def base(tmp_path, monkeypatch):
 def leave(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reward's code does. There is another model of the same name."""
     elsewhere = base.parent / 'elsewhere'
-    save_model('qwen2', elsewhere / 'base')
+    save_model('gpt2', elsewhere / 'base')
     (elsewhere / 'base' / 'preprocessor_config.json').write_text('"of another model"')
     monkeypatch.chdir(elsewhere)
 

@@ -100,6 +100,15 @@ def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp
     assert [text.endswith(' The previous save is still complete.') for text in told] == [False, True]
 
 
+@pytest.fixture
+def interruptible():
+    """A shell lets what it runs in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures('interruptible')
 def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, caplog):
     """It raised, and a notebook still refers to it: Ctrl-C would go to it, and training would go on."""
     earlier, later = Run(), Run()

@@ -1,6 +1,7 @@
 """Files of torch.save, and of a base model: where the bytes of each tensor are, and what is wrong with damaged ones."""
 
 import gzip
+import io
 import json
 import pickle
 import struct
@@ -20,8 +21,17 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.sources.checkpoint.base_weights import base_weights
 
 
+def can_be_saved(dtype: torch.dtype) -> bool:
+    """Whether the installed torch saves such tensors: 2.1 has float8 and does not, for example."""
+    try:
+        torch.save(torch.zeros(1).to(dtype), io.BytesIO())
+    except KeyError:
+        return False
+    return True
+
+
 def test_every_element_type(tmp_path):
-    tensors = {code: torch.arange(7.0).to(dtype) for code, dtype in TORCH_DTYPES.items()}
+    tensors = {code: torch.arange(7.0).to(dtype) for code, dtype in TORCH_DTYPES.items() if can_be_saved(dtype)}
     torch.save({'state_dict': tensors}, tmp_path / 'x.pth')
     assert_same_tensors(read_all(open_checkpoint(tmp_path / 'x.pth')), tensors)
 

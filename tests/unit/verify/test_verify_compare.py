@@ -147,7 +147,7 @@ def test_a_model_does_not_hold_others_below_it(model, tmp_path):
 @pytest.mark.parametrize('swap', [False, True])
 def test_a_tied_head_is_compared_with_what_is_loaded_there(tmp_path, swap):
     """Stored or not, by the config of the model that lacks it."""
-    save_model('qwen2', tmp_path / 'tied')
+    save_model('llama_tied', tmp_path / 'tied')
     assert json.loads((tmp_path / 'tied' / 'config.json').read_text())['tie_word_embeddings']
     tensors = load_file(tmp_path / 'tied' / WEIGHTS)
     head = tensors['model.embed_tokens.weight'].clone()
@@ -245,7 +245,16 @@ def test_llava_in_the_layout_of_transformers(tmp_path, monkeypatch):
         assert found.verdict == IDENTICAL and len(found.tensors) > 20 and found.files == []
 
 
-FLOATS = ('F64', 'F32', 'BF16', 'F16')
+def has_next(code: str) -> bool:
+    """Whether torch knows the next number of a dtype on a CPU, as of float16 since 2.2."""
+    try:
+        torch.nextafter(*torch.ones(2, 1, dtype=TORCH_DTYPES[code]))
+    except RuntimeError:
+        return False
+    return True
+
+
+FLOATS = tuple(filter(has_next, ('F64', 'F32', 'BF16', 'F16')))
 
 
 def neighbours(value: Fraction, code: str) -> set[Fraction]:

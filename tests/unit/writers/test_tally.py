@@ -64,7 +64,7 @@ def test_empty_tensors_need_no_part():
 @pytest.mark.parametrize('code', ['F8_E4M3', 'F8_E5M2', 'F16', 'BF16'])
 def test_every_number_of_a_format_is_counted_as_torch_sees_it(code):
     dtype = TORCH_DTYPES[code]
-    words = torch.arange(2 ** (8 * dtype.itemsize)).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
+    words = torch.arange(2 ** (8 * dtype.itemsize)).to({1: torch.uint8, 2: torch.int16}[dtype.itemsize])
     numbers = words.view(dtype)
     expected = int((~numbers.float().isfinite()).sum())
     assert count_non_finite(host_bytes(numbers), code) == expected > 0
