@@ -6,9 +6,11 @@ import copy
 import inspect
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +84,19 @@ def move_generation_fields(config: PretrainedConfig, generation: GenerationConfi
     for name, value in misplaced().items():
         setattr(generation, name, value)
         setattr(config, name, None)
+
+
+def save_generation_config(generation: GenerationConfig, folder: Path) -> None:
+    """Write generation_config.json.
+
+    Raises:
+        ValueError: transformers refuses it. Before 4.39 it warns, and writes nothing.
+    """
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        generation.save_pretrained(folder)
+    if not (folder / 'generation_config.json').exists():
+        raise ValueError(' '.join(str(one.message) for one in told))
 
 
 #: Fields of RoPE in configs of transformers 4, which 5 holds together in ``rope_parameters``.

@@ -28,6 +28,7 @@ from xhf_hooks.compat.transformers import (
     forget_scaling_by_one,
     move_generation_fields,
     prefixes_left_out,
+    save_generation_config,
     text_config,
 )
 from xhf_hooks.errors import ModelError
@@ -239,13 +240,13 @@ def _write_generation_config(
         known = known if isinstance(known, list) else [] if known is None else [known]
         generation.eos_token_id = list(dict.fromkeys([*known, *eos_token_ids]))
     try:
-        generation.save_pretrained(folder)
+        save_generation_config(generation, folder)
         return []
     except ValueError as error:
         problem = ' '.join(str(error).split())
     generation.do_sample = True
     try:
-        generation.save_pretrained(folder)
+        save_generation_config(generation, folder)
     except ValueError:
         return [f'generation_config.json was not written: transformers refuses it: {problem}']
     return [f'generation_config.json: do_sample was set to True, without which transformers refuses it: {problem}']
@@ -327,6 +328,29 @@ def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
+def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_dir: str) -> list[str]:
+    """A warning if embeddings were resized that an adapter's files do not have. Runs on: rank 0.
+
+    peft saves them only if it finds the base's config: before 0.12 not one in a folder, and without a network not that
+    of a hub name.
+    """
+    of_base = _base_rows(base_dir)
+    if embedding_rows is None or of_base in (None, embedding_rows, head_rows):
+        return []
+    return [
+        f'the embeddings were resized from {of_base} to {embedding_rows} rows, and peft does not save them with the '
+        f"adapter: where it is loaded, added tokens have other embeddings. The merged model has them (lora='merge' or "
+        f"'both')"
+    ]
+
+
+def _base_rows(base_dir: str) -> int | None:
+    """Rows of the base's embeddings, as its config.json says."""
+    base = base_json(base_dir, 'config.json')
+    of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
+    return base.get('vocab_size', of_text.get('vocab_size'))
+
+
 def compare_vocabulary(
     tokenizer: Any | None, embedding_rows: int | None, head_rows: int | None, exporter: Exporter
 ) -> list[str]:
@@ -350,9 +374,7 @@ def compare_vocabulary(
             f"model's own (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or resize the "
             f'embeddings before training (XTuner: give the model its tokenizer)'
         )
-    base = base_json(exporter.base_dir, 'config.json')
-    of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
-    of_base = base.get('vocab_size', of_text.get('vocab_size'))
+    of_base = _base_rows(exporter.base_dir)
     if of_base in (None, embedding_rows, head_rows) or n_tokens >= embedding_rows:
         return []
     is_padded = embedding_rows % _ROWS_MULTIPLE == 0

@@ -107,8 +107,9 @@ class AdapterExporter(Exporter):
         self._peft_model = peft_model
         self._adapter = adapter
         self._model = peft_model.get_base_model()
-        self._embedding_rows: int | None = None  # known after entries(), as is the next
+        self._embedding_rows: int | None = None  # known after entries(), as are the next
         self._head_rows: int | None = None
+        self._saves_embeddings = False
         self._around: set[str] = set()  # files with the weights of what surrounds the adapted model
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
@@ -122,8 +123,10 @@ class AdapterExporter(Exporter):
         read_by_all = {spec.name for one in found_by_adapter.values() for spec in one.values()}
         tensors = module_tensors(self._peft_model)
         rows = {id(tensor): own[name].shape[0] for name, tensor in tensors if name in own and own[name].shape}
-        embeddings = (rows[id(tensor)] for tensor in token_embeddings(self._model) if id(tensor) in rows)
-        self._embedding_rows = max(embeddings, default=None)
+        embeddings = {id(tensor) for tensor in token_embeddings(self._model)}
+        self._embedding_rows = max((rows[key] for key in embeddings if key in rows), default=None)
+        saved = {id(tensor) for name, tensor in tensors if name in own and own[name].name in read}
+        self._saves_embeddings = not embeddings.isdisjoint(saved)
         self._head_rows = rows.get(id(output_embedding(self._model)))
         trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read_by_all
@@ -197,6 +200,8 @@ class AdapterExporter(Exporter):
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self._head_rows, self)
+        if not self._saves_embeddings:
+            warnings += hf_assets.warn_of_lost_rows(self._embedding_rows, self._head_rows, self.base_dir)
         if tokenizer is not None:
             warnings += write_tokenizer(folder, tokenizer, self.base_dir)
         warnings += _warn_of_edited_base(config)
