@@ -118,9 +118,7 @@ def test_resized_vocabulary_goes_with_the_adapter(tmp_path, caplog):
     model = adapt(base)
     model.save_pretrained(tmp_path / 'expected')
     save_folder(model, tmp_path / 'both', lora='both')
-    told = [
-        line for line in caplog.messages if 'from 131 to 137 rows, and peft does not' in line
-    ]
+    told = [line for line in caplog.messages if 'from 131 to 137 rows, and peft does not' in line]
     assert len(told) == (not saves_resized_embeddings()), 'else new tokens would be lost without a word'
     if not told:
         assert {'base_model.model.model.embed_tokens.weight'} < set(folder_tensors(tmp_path / 'both' / 'adapter'))
