@@ -148,7 +148,7 @@ def find_bitsandbytes(import_utils):
     """transformers before 4.43 does not see it without a GPU, and leaves out what it imports of torch with it."""
     asked = import_utils.is_bitsandbytes_available
     if not has_gpu() and 'cuda' in getattr(asked, '__wrapped__', asked).__code__.co_names:
-        import_utils.is_bitsandbytes_available = lambda: import_utils._bitsandbytes_available
+        import_utils.is_bitsandbytes_available = lambda *args, **kwargs: import_utils._bitsandbytes_available
 
 
 def quantize_on_cpu(quantizer):

@@ -67,7 +67,12 @@ def from_fp8(folder: Path) -> Any:
             stored[name] = tensor
     quantized(folder, stored, quant_method='fp8', activation_scheme='dynamic', weight_block_size=[BLOCK, BLOCK])
     config = FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK))
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    except RuntimeError as error:
+        if 'GPU' not in str(error):
+            raise
+        pytest.skip(f'this transformers reads FP8 on a GPU alone: {error}')
 
 
 #: What the installed transformers can load so, by the class that it needs.
