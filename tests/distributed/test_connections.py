@@ -159,6 +159,9 @@ def restart() -> list[list[int]]:
         store.add(f'ended {attempt}', 1)
         while store.add(f'ended {attempt}', 0) < 2:
             time.sleep(0.02)
+    store.add('left', 1)
+    while rank == 0 and store.add('left', 0) < 2:  # the store is rank 0's
+        time.sleep(0.02)
     return found
 
 
