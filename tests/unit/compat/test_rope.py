@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def saved(folder: Path, family: str, **rope: Any) -> tuple[dict[str, Any], list[str]]:
-    """The fields that were added to the (text) config, and warnings of RoPE; the class must read what it read before."""
+    """The added fields of the (text) config, and the warnings of RoPE; the class must read what it read before."""
     folder.mkdir(exist_ok=True)
     model = build(family)
     text = model.config.get_text_config()
