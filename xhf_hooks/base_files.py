@@ -220,6 +220,14 @@ def has_base_file(base_dir: str, name: str) -> bool:
     return base_file(base_dir, name) is not None or (isinstance(base_dir, Base) and name in base_dir.contents)
 
 
+def names_below(base_dir: str, path: str) -> list[str]:
+    """The files in a folder of the base model, or those of it that were read before the base was gone."""
+    folder = base_folder(base_dir)
+    found = [] if folder is None else sorted(one for one in folder.glob(f'{path}/*') if one.is_file())
+    known = base_dir.contents if isinstance(base_dir, Base) else ()
+    return [f'{path}/{one.name}' for one in found] or [name for name in known if name.startswith(f'{path}/')]
+
+
 def read_base_file(base_dir: str, name: str) -> bytes | None:
     """The content of a file of the base model, which may be gone since then; None if it has none of this name."""
     return _read(base_dir, name)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmengine.registry import HOOKS, Registry
+from mmengine.registry import HOOKS, DefaultScope, Registry
 
 from xhf_hooks import HFCheckpointHook, _build_hook, save_hf
 from xhf_hooks.errors import OptionError
@@ -120,6 +120,7 @@ def test_a_name_that_something_else_has_is_refused(monkeypatch, scope):
     """In MMEngine's registry, or in that of a project, where names are looked up first."""
     monkeypatch.setattr(HOOKS, '_module_dict', {**HOOKS.module_dict})
     monkeypatch.setattr(HOOKS, '_children', {**HOOKS.children})
+    monkeypatch.setattr(DefaultScope, '_instance_dict', {})  # of a runner of another test
     registry = HOOKS if scope == 'mmengine' else Registry('hook', parent=HOOKS, scope=scope)
     theirs = type('HFCheckpointHook', (), {'__module__': 'theirs.hooks'})
     registry.register_module(module=theirs, force=True)

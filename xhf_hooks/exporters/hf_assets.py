@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
-    base_folder,
     base_json,
     has_base_file,
     is_remote_code,
+    names_below,
     read_base_code,
     read_base_file,
     read_base_files,
@@ -156,8 +156,7 @@ def _copy_companions(folder: Path, base_dir: str) -> None:
     with suppress(ValueError, TypeError, KeyError, NotImplementedError):  # a damaged modules.json is copied as it is
         for content in read_base_files(base_dir, ('modules.json',)).values():
             paths = [module['path'] for module in json.loads(content) if module['path']]
-            home = base_folder(base_dir) or Path()
-            names += [f'{path}/{file.name}' for path in paths for file in home.glob(f'{path}/*') if file.is_file()]
+            names += [name for path in paths for name in names_below(base_dir, path)]
     for name, content in read_base_files(base_dir, names).items():
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
