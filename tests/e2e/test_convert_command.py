@@ -163,6 +163,7 @@ import os, signal, sys
 from xhf_hooks.cli.convert import main
 from xhf_hooks.places import checkpoint_folder
 
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server of a run that saves on it blocks it
 rename = os.rename
 
 def renamed(old, new):
