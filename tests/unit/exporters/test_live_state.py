@@ -154,6 +154,7 @@ def test_padded_embeddings_are_right(rows, llama, tmp_path):
     assert planned(llama).write_hf_assets(tmp_path / 'found', tokenizer, ()) == []
 
 
+@pytest.mark.modern_only
 @pytest.mark.skipif(not available('mllama', FAMILIES), reason='this transformers has no Llama 3.2 Vision')
 @pytest.mark.parametrize('lora', [None, 'adapter'])
 def test_embeddings_of_images_beside_those_of_tokens(lora, tmp_path):

@@ -99,6 +99,7 @@ def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
         assert written['base_model_name_or_path'] == 'organization/base', 'not the path on this machine'
 
 
+@pytest.mark.modern_only
 @pytest.mark.skipif(
     not {'chat_template', 'patch_size'} <= signature(transformers.LlavaProcessor).parameters.keys(),
     reason='this processor has no template, or cannot make room for the patches of an image',
@@ -227,10 +228,8 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
         assert not (tmp_path / mode).exists()
 
 
-@pytest.mark.parametrize('family', ['llama', 'llama_tied', 'qwen2_vl'])
+@pytest.mark.parametrize('family', [one for one in ('llama', 'llama_tied', 'qwen2_vl') if available(one, MODELS)])
 def test_a_base_of_bin_files_lends_as_one_of_safetensors(family, tmp_path):
-    if not available(family, MODELS):
-        pytest.skip(f'this transformers has no {family}')
     base = base_of(family, tmp_path / 'base')
     checkpoint = checkpoint_of(adapt(from_base(base)), tmp_path / 'run')
     expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
