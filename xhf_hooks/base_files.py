@@ -254,7 +254,7 @@ def base_json(base_dir: str, name: str) -> dict[str, Any]:
     try:
         data = read_base_file(base_dir, name)
     except OSError as error:
-        raise DamagedError(f'{where}: cannot be read ({error.strerror})') from None
+        raise DamagedError(f'{where}: cannot be read ({error_text(error)})') from None
     return {} if data is None else strict_json.parse(data, where)
 
 

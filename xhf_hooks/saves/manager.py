@@ -215,7 +215,8 @@ class CheckpointManager:
         target = target or self.newest
         committed = None
         try:
-            self._open_run.require_open()
+            if self._open_run.is_closed:  # on all ranks alike
+                raise self._open_run.closed_error()
             with self.collective.stage('save'):
                 self._pause_if_ending()
                 self.meet()

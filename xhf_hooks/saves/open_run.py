@@ -96,14 +96,9 @@ class OpenRun:
         self.is_closed = True
         OpenRun._open.discard(self)
 
-    def require_open(self) -> None:
-        """Check that its folders are still its own.
-
-        Raises:
-            TargetError: It was closed, perhaps by the next run in them.
-        """
-        if self.is_closed:
-            raise TargetError(
-                f'{min(self._places)}: this run was closed, by close() or since another run of this process began to '
-                f'save there, so it can save no more; set out_dir of one of them to a folder of another name'
-            )
+    def closed_error(self) -> TargetError:
+        """Says that its folders are no longer its own, but perhaps those of the next run in them."""
+        return TargetError(
+            f'{min(self._places)}: this run was closed, by close() or since another run of this process began to save '
+            f'there, so it can save no more; set out_dir of one of them to a folder of another name'
+        )
