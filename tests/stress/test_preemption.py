@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.ranks.launch import python_path
 
 WORKERS = 4
 ASYNC_AT = 3  # the iteration of the save in the background
@@ -65,7 +66,13 @@ def train(folder: Path, mode: str, method: str) -> None:
 
 def launch(root: Path, mode: str, method: str) -> subprocess.Popen[bytes]:
     command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2', __file__, 'train']
-    more = {'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo', 'CUDA_VISIBLE_DEVICES': '', 'DS_ACCELERATOR': 'cpu'}
+    more = {
+        'PYTHONPATH': python_path(),
+        'OMP_NUM_THREADS': '1',
+        'GLOO_SOCKET_IFNAME': 'lo',
+        'CUDA_VISIBLE_DEVICES': '',
+        'DS_ACCELERATOR': 'cpu',
+    }
     with (root / 'output.log').open('w') as log:
         return subprocess.Popen(
             [*command, root / 'hf_model', mode, method], stdout=log, stderr=log, env={**os.environ, **more}
@@ -129,8 +136,9 @@ def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]
     return assert_whole(root / 'hf_model') if is_saved else None, output.read_text(), time.monotonic() - began
 
 
-@pytest.mark.parametrize('method', ['fork', 'spawn', 'forkserver'])
-@pytest.mark.parametrize('mode', ['signal', 'async'])
+@pytest.mark.parametrize(
+    ('mode', 'method'), [('signal', 'fork'), ('signal', 'spawn'), ('signal', 'forkserver'), ('async', 'fork')]
+)
 def test_the_save_is_made(mode, method, tmp_path):
     saved, said, _ = preempt(tmp_path, mode, method)
     assert saved is not None and f'INFO test: saved iter_{saved} to hf_model' in said, said

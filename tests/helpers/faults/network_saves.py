@@ -38,10 +38,15 @@ class Way:
         return f'{self.writer}_{self.door}_keep_{self.max_keep}'
 
 
-def look(parent: Path) -> dict[str, int] | str:
-    """Visible saves, if each is whole and of one save, and nothing is hidden beside them; else what is wrong."""
+def look(parent: Path, during_run: bool = False) -> dict[str, int] | str:
+    """Visible saves, if each is whole and of one save, and nothing is hidden beside them; else what is wrong.
+
+    Args:
+        during_run: A run deletes in the background what it no longer needs.
+    """
     try:
         found, left = check_all(parent), hidden(parent)
+        left = [name for name in left if not during_run or '.discarded-' not in name]
     except Exception as error:  # other ranks wait for this one
         return f'{type(error).__name__}: {error}'
     return f'left: {left}' if left else found
@@ -55,9 +60,9 @@ def save_in_a_row(way: Way, parent: Path, numbers: Sequence[int], sees: Eyes = P
     """
     model, seen = tiny_model(zero3=True), []
 
-    def judge() -> None:
+    def judge(during_run: bool = False) -> None:
         if dist.get_rank() == 0:
-            seen.append(look(sees(parent)))
+            seen.append(look(sees(parent), during_run))
         dist.barrier()
 
     if way.door == 'call':
@@ -71,7 +76,7 @@ def save_in_a_row(way: Way, parent: Path, numbers: Sequence[int], sees: Eyes = P
                 save_in_run(saves, model, number)
                 fill(model, -1)  # training goes on
                 saves.collect()
-                judge()
+                judge(during_run=True)
         finally:
             saves.close()
     judge()
