@@ -41,6 +41,8 @@ T = TypeVar('T')
 _FAILED = 2
 #: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
+#: For ranks to come to where they connect again: all notice a broken connection at once, and a dead rank never comes.
+_CONNECT_AGAIN_SECS = 5.0
 _LOOK_SECS = 0.0005
 #: So long after the first rank, others that wait for the same ranks have said so in the store.
 _TELL_TOGETHER_SECS = 2.0
@@ -136,8 +138,7 @@ class Collective:
         """
         self.abandon()
         try:
-            # Not as long as at first: after a broken connection, all ranks come here at about the same time
-            self._open(min(self._timeout.total_seconds(), CONNECT_TIMEOUT_SECS))
+            self._open(min(self._timeout.total_seconds(), _CONNECT_AGAIN_SECS))
         except RankLostError as error:
             raise RankLostError(
                 f'rank {self.rank} lost contact with the other ranks, and could not connect again: {error}'
