@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Any
 
+from xhf_hooks.compat.torch import store_has
 from xhf_hooks.errors import RankLostError
 
 #: After so long, a rank says which ranks it waits for.
@@ -55,10 +56,10 @@ def _receive_all(store: Any, name: str, world_size: int, timeout_secs: float) ->
 
     def are_here() -> bool:
         for rank in [*missing]:
-            if store.check([f'here/{rank}']) and (word := store.get(f'here/{rank}')) != told[rank]:
+            if store_has(store, f'here/{rank}') and (word := store.get(f'here/{rank}')) != told[rank]:
                 told[rank] = word  # perhaps of an earlier attempt; then another one will come
                 store.set(f'answer/{word.decode()}', name)
-            if store.check([f'{name}/{rank}']):
+            if store_has(store, f'{name}/{rank}'):
                 del missing[rank]
         return not missing
 
@@ -72,14 +73,14 @@ def _answer(store: Any, rank: int, word: str, timeout_secs: float) -> str:
     """Wait for the name of the meeting, repeat it, and wait until all have. Runs on: other ranks than rank 0."""
 
     def is_first() -> bool:
-        last = store.get('last').decode() if store.check(['last']) else ''
+        last = store.get('last').decode() if store_has(store, 'last') else ''
         return bool(store.add(f'missed since {last}', 1) == 1)
 
-    _wait(lambda: store.check([f'answer/{word}']), rank, [0], timeout_secs, may_tell=is_first)
+    _wait(lambda: store_has(store, f'answer/{word}'), rank, [0], timeout_secs, may_tell=is_first)
     name: str = store.get(f'answer/{word}').decode()
     store.set(f'{name}/{rank}', '')
     # Rank 0 names those that are missing
-    _wait(lambda: store.check([f'{name}/all']), rank, [], timeout_secs, may_tell=lambda: False)
+    _wait(lambda: store_has(store, f'{name}/all'), rank, [], timeout_secs, may_tell=lambda: False)
     return name
 
 

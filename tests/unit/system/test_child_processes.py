@@ -98,10 +98,11 @@ def test_a_child_that_got_a_signal_does_not_outlive_its_parent(method, tmp_path)
         time.sleep(0.02)
 
 
-def test_what_multiprocessing_must_have():
+def test_what_multiprocessing_must_have(monkeypatch):
     """Its private parts that this needs; each start method above fails without its own."""
     from multiprocessing import popen_forkserver, popen_spawn_posix, util
 
+    monkeypatch.setattr('multiprocessing.forkserver._forkserver._forkserver_pid', None)  # of other tests
     assert isinstance(multiprocessing.current_process()._config, dict)
     before = util.spawnv_passfds
     one, two = OutlivingChildren(SIGNALS), OutlivingChildren(SIGNALS[:1])
