@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
 
-from xhf_hooks.compat.torch import new_gloo_group, store_has
+from xhf_hooks.compat.torch import new_gloo_group
 from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
 from xhf_hooks.format.checksum import first_difference, line_checksums
 from xhf_hooks.system import rendezvous
@@ -408,7 +408,9 @@ class Collective:
             if store.add('first', 1) == 1:
                 time.sleep(_TELL_TOGETHER_SECS)
                 ranks = range(self.world_size)
-                rendezvous.tell_missing(self.rank, [rank for rank in ranks if not store_has(store, f'{rank}')])
+                rendezvous.tell_missing(
+                    self.rank, [rank for rank in ranks if not rendezvous.store_has(store, f'{rank}')]
+                )
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

@@ -75,14 +75,3 @@ def device_module(device: torch.device) -> Any:
     """The module for a kind of device, such as ``torch.cuda``: ``torch.get_device_module``, which 2.1 to 2.3 lack."""
     find = getattr(torch, 'get_device_module', None)
     return getattr(torch, device.type) if find is None else find(device)
-
-
-def store_has(store: dist.Store, key: str) -> bool:
-    """Whether somebody has set the key. A prefixed store of torch 2.1 cannot be asked, but waited for."""
-    if hasattr(store, 'check'):
-        return bool(store.check([key]))
-    try:
-        store.wait([key], timedelta(milliseconds=1))
-    except RuntimeError:
-        return False
-    return True

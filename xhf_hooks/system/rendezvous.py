@@ -10,9 +10,9 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any
 
-from xhf_hooks.compat.torch import store_has
 from xhf_hooks.errors import RankLostError
 
 #: After so long, a rank says which ranks it waits for.
@@ -113,3 +113,14 @@ def _named(ranks: Collection[int]) -> str:
     listed = ', '.join(map(str, [*ranks][:8]))
     more = f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''
     return f'ranks {listed}{more}' if ranks else 'other ranks'
+
+
+def store_has(store: Any, key: str) -> bool:
+    """Whether somebody has set the key. A prefixed store of torch 2.1 cannot be asked, but waited for."""
+    if hasattr(store, 'check'):
+        return bool(store.check([key]))
+    try:
+        store.wait([key], timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
