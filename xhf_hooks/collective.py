@@ -408,9 +408,8 @@ class Collective:
             if store.add('first', 1) == 1:
                 time.sleep(_TELL_TOGETHER_SECS)
                 ranks = range(self.world_size)
-                rendezvous.tell_missing(
-                    self.rank, [rank for rank in ranks if not rendezvous.store_has(store, f'{rank}')]
-                )
+                missing = [rank for rank in ranks if not rendezvous.store_has(store, f'{rank}')]
+                rendezvous.tell_missing(self.rank, missing)
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

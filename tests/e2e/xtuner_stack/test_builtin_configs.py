@@ -31,8 +31,8 @@ NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 SAME_TENSORS = ('use_varlen_attn', 'max_position_embeddings', 'pretrained_pth')
 
 #: What XTuner says of DeepSeek-V2 with transformers 4.39 and of Mistral with 4.42, and peft 0.13 of 8 bits with
-#: bitsandbytes 0.50.
-CANNOT_BE_BUILT = ('requires transformers version', 'memory_efficient_backward', 'max_seq_len_cached')
+#: bitsandbytes 0.50; transformers 4.36 has no quantizers.
+CANNOT_BE_BUILT = ('requires transformers version', 'memory_efficient_backward', 'max_seq_len_cached', 'quantizers')
 
 PAGE = REPO_ROOT / 'docs' / 'xtuner_configs.md'
 
@@ -81,7 +81,7 @@ def built_ins() -> list[BuiltIn]:
                 cfg = Config.fromfile(file)
                 try:
                     found = Found() if 'training_args' in cfg else found_for(cfg, known)
-                except (AssertionError, AttributeError) as error:
+                except (AssertionError, AttributeError, ImportError) as error:
                     if not any(said in str(error) for said in CANNOT_BE_BUILT):
                         raise
                     continue
