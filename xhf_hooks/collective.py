@@ -41,7 +41,8 @@ T = TypeVar('T')
 _FAILED = 2
 #: Time limit for creating a group, once all ranks are there.
 CONNECT_TIMEOUT_SECS = 120.0
-#: For ranks to come to where they connect again: all notice a broken connection at once, and a dead rank never comes.
+#: How long a rank that has lost contact waits for the others to connect again. Ranks in step notice it together; a rank
+#: that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
 _CONNECT_AGAIN_SECS = 5.0
 _LOOK_SECS = 0.0005
 #: So long after the first rank, others that wait for the same ranks have said so in the store.

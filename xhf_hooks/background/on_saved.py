@@ -40,9 +40,9 @@ _OOM_SCORE = 500
 #: Of the output; the result is in its last lines.
 _MOST_READ_NBYTES = 2**20
 _PLACEHOLDER = re.compile(r'\{(path|step|label|output)\}')
-#: Variables that torchrun, deepspeed, accelerate, MPI and SLURM's srun set for a rank, and those that tell a launcher
-#: which nodes there are (torchrun's own PET_*, which Kubeflow sets; those that XTuner and ms-swift read). A program
-#: that finds them would act as a rank, and a launcher as a node of the training, and wait for the others.
+#: Variables by which torchrun, deepspeed, accelerate, MPI and SLURM's srun describe a rank, and by which launchers find
+#: nodes (PET_* of torchrun, set by Kubeflow; NNODES and NPROC_PER_NODE, read by XTuner and ms-swift). With them, a
+#: program would act as a rank, or a launcher as a node of the training, and wait for the other ranks.
 _OF_A_RANK = re.compile(
     r'(RANK|WORLD_SIZE|CROSS_(RANK|SIZE)|(MASTER_)?(ADDR|PORT)|NNODES|NODE_RANK|NPROC(_PER_NODE)?'
     r'|(TORCH_)?NCCL_ASYNC_ERROR_HANDLING|(LOCAL|GROUP|ROLE)_(RANK|NAME|SIZE|WORLD_SIZE)'

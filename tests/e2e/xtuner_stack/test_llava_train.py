@@ -1,6 +1,5 @@
 """Real runs of `xtuner train` of LLaVA at ZeRO-3, compared with XTuner's own conversion of their checkpoints."""
 
-import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from xtuner.utils import IMAGE_TOKEN_INDEX, PROMPT_TEMPLATE
 
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
-from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE
+from tests.helpers.models.zoo.llava import VOCAB_SIZE, n_image_tokens
 
 pytestmark = pytest.mark.parametrize('name', LLAVA_RUNS)
 
@@ -104,8 +103,7 @@ def test_one_model_is_what_xtuner_converts_and_sees(runs, name, tmp_path):
     assert generated.shape[1] == inputs['input_ids'].shape[1] + 4
     model = model.float().eval()
     is_image = inputs['input_ids'][0] == model.config.image_token_index
-    # The processor before 4.45 leaves it to the model to make room for the patches
-    n_tokens = N_PATCHES if 'patch_size' in inspect.signature(LlavaProcessor).parameters else 1
+    n_tokens = n_image_tokens()
     assert int(is_image.sum()) == n_tokens
     first, ids = int(is_image.nonzero()[0]), inputs['input_ids'][0].tolist()
     ids_of_xtuner = torch.tensor([[*ids[:first], IMAGE_TOKEN_INDEX, *ids[first + n_tokens :]]])

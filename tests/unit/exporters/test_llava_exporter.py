@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
 from tests.helpers.models.adapted import around, is_known_to_peft, planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
-from tests.helpers.models.zoo.llava import N_PATCHES, VOCAB_SIZE, TinyLlava, question, save_bases, tokenizer
+from tests.helpers.models.zoo.llava import VOCAB_SIZE, TinyLlava, n_image_tokens, question, save_bases, tokenizer
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LlavaExporter, LoraExporter, exporter_for
@@ -58,9 +58,7 @@ def logits_of(folder: Path) -> torch.Tensor:
     """Of :func:`question`, by what from_pretrained makes of the folder."""
     model = assert_loads_clean(folder, LlavaForConditionalGeneration).eval()
     image, before, after = question()
-    # The processor before 4.45 leaves it to the model to make room for the patches
-    n_tokens = N_PATCHES if 'patch_size' in inspect.signature(LlavaProcessor).parameters else 1
-    ids = torch.cat([before, torch.full((1, n_tokens), model.config.image_token_index), after], dim=1)
+    ids = torch.cat([before, torch.full((1, n_image_tokens()), model.config.image_token_index), after], dim=1)
     return model(input_ids=ids, pixel_values=image, attention_mask=torch.ones_like(ids)).logits[..., :VOCAB_SIZE]
 
 

@@ -1,6 +1,5 @@
 """The option dtype against transformers itself: what a class keeps in fp32, and the dtypes of a base model's files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.config_fields import dtype_in
 from tests.helpers.models.zoo import available, build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
@@ -22,11 +22,6 @@ def dtypes_of(folder: Path) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in folder_tensors(folder).items()}
 
 
-def config_dtype(folder: Path) -> str:
-    config = json.loads((folder / 'config.json').read_text())
-    return config.get('dtype', config.get('torch_dtype'))
-
-
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_kept_in_fp32_as_by_from_pretrained(family, dtype, tmp_path):
@@ -35,7 +30,7 @@ def test_kept_in_fp32_as_by_from_pretrained(family, dtype, tmp_path):
     loaded(tmp_path / 'fp32', getattr(torch, dtype), family).save_pretrained(tmp_path / 'expected')
     save_hf(loaded(tmp_path / 'fp32', family=family), tmp_path / 'hf_model', dtype=dtype)
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'expected')
-    assert config_dtype(tmp_path / 'hf_model') == config_dtype(tmp_path / 'expected') == dtype
+    assert dtype_in(tmp_path / 'hf_model') == dtype_in(tmp_path / 'expected') == dtype
 
 
 # dtype='base'
@@ -63,7 +58,7 @@ def test_each_tensor_as_in_the_base(trained, max_shard_size, tmp_path):
     save_hf(loaded(base, trained), tmp_path / 'hf_model', dtype='base')
     assert dtypes_of(tmp_path / 'hf_model') == dtypes_of(base)
     assert [*dtypes_of(base).values()].count(torch.float32) == 5
-    assert config_dtype(tmp_path / 'hf_model') == config_dtype(base) == 'bfloat16'
+    assert dtype_in(tmp_path / 'hf_model') == dtype_in(base) == 'bfloat16'
     assert_loads_clean(tmp_path / 'hf_model', transformers.LlamaForCausalLM)
     if trained is torch.float32:  # nothing was rounded, so nothing is lost
         assert_same_folder_tensors(tmp_path / 'hf_model', base)

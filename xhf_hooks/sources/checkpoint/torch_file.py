@@ -30,7 +30,7 @@ from xhf_hooks.sources.mapped_files import COPY_HINT, MappedFile
 _OLD_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 _ZIP_MAGIC = b'PK\x03\x04'
 _UNPACK = 'unpack it, and give the checkpoint in it'
-#: Other files that people have: where and with what bytes each begins, what it is, and what to do.
+#: Files of other kinds: the offset and the bytes by which each is known, its kind, and the remedy.
 _OTHER_FILES = (
     (0, b'\x1f\x8b', 'compressed by gzip', _UNPACK),
     (0, b'BZh', 'compressed by bzip2', _UNPACK),

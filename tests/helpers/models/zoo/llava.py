@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,13 @@ PREPROCESSOR = {
     'image_std': [0.5, 0.5, 0.5],
 }
 N_PATCHES = (VISION_TOWER['image_size'] // VISION_TOWER['patch_size']) ** 2
+
+
+def n_image_tokens() -> int:
+    """How many tokens an image takes in a text: before 4.45 the processor leaves it to the model to make room."""
+    from transformers import LlavaProcessor
+
+    return N_PATCHES if 'patch_size' in signature(LlavaProcessor).parameters else 1
 
 
 def save_bases(root: Path, n_words: int = VOCAB_SIZE) -> None:
