@@ -46,16 +46,17 @@ make_env() {
     echo "$wanted" >"$stamp"
 }
 
-# make_overlay NAME: the packages of requirements/NAME.txt, without their dependencies, in the folder .overlay-NAME. Put
-# it first on PYTHONPATH, and they join or replace those of the environment .venv. Does nothing if it is up to date.
+# make_overlay NAME ENVIRONMENT: the packages of requirements/NAME.txt, without their dependencies, in the folder
+# .overlay-NAME. Put it first on PYTHONPATH, and they join or replace those of ENVIRONMENT. Does nothing if it is up to
+# date.
 make_overlay() {
-    local dir=.overlay-$1 file=requirements/$1.txt wanted
+    local dir=.overlay-$1 environment=$2 file=requirements/$1.txt wanted
     wanted=$(realpath -m "$dir" && sha256sum "$file")
     if [[ -f $dir/installed.sha256 && $(<"$dir/installed.sha256") == "$wanted" ]]; then
         return
     fi
     rm -rf "$dir"
-    _step "$dir: $file" .venv/bin/python -m pip install -q --no-deps --target "$dir" "-r$file"
+    _step "$dir: $file" "$environment/bin/python" -m pip install -q --no-deps --target "$dir" "-r$file"
     # On PYTHONPATH under this name, dill pickles what is in it by reference, as what is installed
     ln -s . "$dir/site-packages"
     echo "$wanted" >"$dir/installed.sha256"

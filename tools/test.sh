@@ -6,7 +6,7 @@
 #     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
 #     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
-#     bash tools/test.sh --trainers [NAME...]  real trainers, and vLLM (tests/trainers/test_NAME.py), in neither tier
+#     bash tools/test.sh --trainers [NAME...]  real trainers, vLLM and LMDeploy (tests/trainers/test_NAME.py), in neither tier
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
@@ -19,7 +19,7 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py tests/e2e/xtuner_stack)
-TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers)
+TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers lmdeploy)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
@@ -109,8 +109,8 @@ second_tier() {
     need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
     make_env .venv modern test stores docs
     # tests/e2e/test_older_readers.py reads with both
-    make_overlay transformers-4.48.0
-    make_overlay transformers-4.57.6
+    make_overlay transformers-4.48.0 .venv
+    make_overlay transformers-4.57.6 .venv
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
     (run xtuner test_xtuner xtuner-0.1; run transformers4 test_transformers4; run docs build_docs) &
@@ -168,12 +168,17 @@ case ${1-} in
         make_env .venv modern test stores
         # Each in an overlay of its own, since they pin different versions
         for trainer in "${@:-${TRAINERS[@]}}"; do
-            make_overlay "$trainer"
+            environment=.venv
+            if [[ $trainer == lmdeploy ]]; then
+                environment=.venv-xtuner-0.1 # its last version that converts without a GPU needs that set
+                make_env "$environment" xtuner-0.1 test
+            fi
+            make_overlay "$trainer" "$environment"
             (
                 export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
                 # Stands in for the compiled part of torchvision, where torch is a CPU build
                 [[ $trainer != vllm ]] || PYTHONPATH+=:$PWD/tests/e2e/xtuner_stack
-                test_with .venv "$trainer" "tests/trainers/test_$trainer.py"
+                test_with "$environment" "$trainer" "tests/trainers/test_$trainer.py"
             )
         done
         ;;
