@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
@@ -25,6 +25,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.cli import verify
 from xhf_hooks.collective import Collective
 
+HAS_FSDP2 = hasattr(fsdp, 'fully_shard') or find_spec('torch.distributed._composable.fsdp') is not None
 LORA = dict(model=dict(lora=True))
 #: Name to the options of `run_config`.
 RUNS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,8 @@ def opened_and_closed_often() -> bool:
 
 def sharded_by_torch(folder: Path) -> str:
     """FSDP2 is saved, or refused by name where torch is too old for it. Runs on: all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
@@ -97,7 +100,9 @@ def sharded_by_torch(folder: Path) -> str:
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('any_set')
     scenarios = {name: partial(trained, options, root / name) for name, options in RUNS.items()}
-    scenarios |= {'fsdp2': partial(sharded_by_torch, root / 'fsdp2'), 'groups': opened_and_closed_often}
+    scenarios['groups'] = opened_and_closed_often
+    if HAS_FSDP2:
+        scenarios['fsdp2'] = partial(sharded_by_torch, root / 'fsdp2')
     return run_scenarios(scenarios, 2)
 
 
@@ -137,6 +142,7 @@ def test_closing_a_group_does_not_hang(results):
     assert check(results, 'groups') == [True, True]
 
 
+@pytest.mark.skipif(not HAS_FSDP2, reason='this torch has no FSDP2')
 def test_fsdp2_is_saved_or_refused_by_name(results):
     (said, _) = check(results, 'fsdp2')
     if not hasattr(fsdp, 'FSDPModule'):
