@@ -18,7 +18,12 @@ WITH_ITS_HOOK = [
     file for file in sorted(Path(XTUNER, 'configs').rglob('*.py')) if 'dict(type=HFCheckpointHook' in file.read_text()
 ]
 
+if_xtuner_has_it = pytest.mark.skipif(
+    find_spec('xtuner.engine.hooks.hf_checkpoint_hook') is None, reason='this XTuner has no HFCheckpointHook'
+)
 
+
+@if_xtuner_has_it
 def test_xtuners_configs_with_its_hook(tmp_path):
     assert len(WITH_ITS_HOOK) == 3
     for file in WITH_ITS_HOOK:
@@ -29,6 +34,7 @@ def test_xtuners_configs_with_its_hook(tmp_path):
         assert [type(HOOKS.build(h)) for h in hooks if 'CheckpointHook' in str(h['type'])] == [HFCheckpointHook]
 
 
+@if_xtuner_has_it
 @pytest.mark.parametrize('out_dir', [None, 'exports/mine'])
 def test_its_arguments_mean_the_same(out_dir):
     from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
@@ -58,7 +64,10 @@ assert not [name for name in sys.modules if name.partition('.')[0] == 'xtuner']
 
 def test_a_copied_config_with_two_more_lines(tmp_path, monkeypatch):
     """The first command of docs/xtuner.md (what `xtuner copy-cfg` runs), and the edit below it."""
-    name = 'llama3_8b_instruct_full_alpaca_e3'
+    from xtuner.configs import cfgs_name_path
+
+    names = ('llama3_8b_instruct_full_alpaca_e3', 'internlm2_7b_full_finetune_custom_dataset_e1')  # 0.1.15: no Llama 3
+    name = next(name for name in names if name in cfgs_name_path)
     monkeypatch.setattr(sys, 'argv', ['copy_cfg', name, str(tmp_path)])
     runpy.run_module('xtuner.tools.copy_cfg', run_name='__main__')
     copied = tmp_path / f'{name}_copy.py'
