@@ -1,8 +1,8 @@
-"""Saves that a signal requests: to one rank is enough, and all ranks save at the end of the same iteration.
+"""Saves that a signal or the clock requests: on one rank is enough, and all save at the end of the same iteration.
 
-The handler sets a flag. At the end of each iteration, all ranks start an asynchronous all-reduce of their flags, one
-byte, on a gloo group of its own; they read the result one iteration later, when it has long arrived. So all ranks agree
-without waiting for each other more than training itself makes them wait.
+The handler of a signal sets a flag, and rank 0 looks at its clock. At the end of each iteration, all ranks start an
+asynchronous all-reduce of their flags, one byte, on a gloo group of its own; they read the result one iteration later,
+when it has long arrived. So all ranks agree without waiting for each other more than training itself makes them wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from logging import LoggerAdapter
 from types import FrameType
@@ -38,11 +39,15 @@ class SaveRequests:
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
+    Args:
+        signals: Names of the signals that request a save.
+        interval_secs: After so many seconds without a save, the clock of rank 0 requests one; None: it never does.
+
     Raises:
-        AgreedError: Training is not in the main thread. The same on all ranks.
+        AgreedError: There are signals, and training is not in the main thread. The same on all ranks.
     """
 
-    def __init__(self, log: LoggerAdapter, signals: Sequence[str]) -> None:
+    def __init__(self, log: LoggerAdapter, signals: Sequence[str], interval_secs: float | None = None) -> None:
         self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None
@@ -51,13 +56,15 @@ class SaveRequests:
         self._children: OutlivingChildren | None = None
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
         self._ranks = Collective()  # of its own: a save in the background may be using another one
+        self._interval_secs = interval_secs if self._ranks.rank == 0 else None
+        self._clock_began = time.monotonic()
         try:
             with self._ranks.stage('preflight'):
-                if threading.current_thread() is not threading.main_thread():
+                if signals and threading.current_thread() is not threading.main_thread():
                     raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
                 numbers = numbers_of(signals)
-                self._children = OutlivingChildren(numbers)
-                if self._children.is_server_older:
+                self._children = OutlivingChildren(numbers) if numbers else None
+                if self._children is not None and self._children.is_server_older:
                     log.warning(
                         f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the '
                         f'process group of a rank, as torchrun and terminals send it, ends that server and its data '
@@ -93,9 +100,14 @@ class SaveRequests:
             is_due = self._ask()()
         if is_due:
             self._asked = None
+            self.restart_clock()  # before it is read again below
         if not at_once:
             self._answer = self._ask()
         return is_due
+
+    def restart_clock(self) -> None:
+        """Count the time without a save from now on."""
+        self._clock_began = time.monotonic()
 
     def connect_again(self, collective: Collective) -> bool:
         """Connect again if the connections of a rank have broken; returns whether they had. Runs on: all ranks.
@@ -138,7 +150,11 @@ class SaveRequests:
         asked = self._asked
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')
-        return self._ranks.start_any(asked is not None, 'save_on_signal')
+        return self._ranks.start_any(asked is not None or self._is_clock_due, 'save_on_signal')
+
+    @property
+    def _is_clock_due(self) -> bool:
+        return self._interval_secs is not None and time.monotonic() - self._clock_began >= self._interval_secs
 
     def _handle(self, given: int, frame: FrameType | None) -> None:
         number = signal.Signals(given)

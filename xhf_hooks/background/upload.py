@@ -205,19 +205,21 @@ def uploads_of_run(
     finals: Sequence[Path],
     collective: Collective,
     log: LoggerAdapter,
+    *,
+    keep_every: int | None = None,
 ) -> Uploads:
     """The uploads to a URL. Runs on: all ranks.
 
     Args:
         max_keep: How many uploaded saves to keep of those that are not the best.
         finals: The folders of saves; the first is that of the newest save.
+        keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
         AgreedError: Rank 0 cannot write into the folder.
     """
-    destinations = {
-        final.name: StoredSaves(url, final.name, max_keep if final == finals[0] else 1, backend_args, log.warning)
-        for final in finals
-    }
+    newest, *others = (final.name for final in finals)
+    destinations = {newest: StoredSaves(url, newest, max_keep, backend_args, log.warning, keep_every=keep_every)}
+    destinations |= {name: StoredSaves(url, name, 1, backend_args, log.warning) for name in others}
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

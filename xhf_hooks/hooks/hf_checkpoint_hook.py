@@ -66,7 +66,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         lacks_scores = self.save_best is not None and not validates(runner)
         self._best = None if lacks_scores else self._best_metric()
         self._has_compared = False
-        saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
+        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
+        saves_anyway = self.save_last or self._best is not None or is_asked
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):

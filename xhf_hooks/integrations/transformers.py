@@ -112,7 +112,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps
         is_late = self.save_strategy == 'steps' and every > state.max_steps
-        if (is_late or self._when(args, state) is None) and not self.save_last and not self.save_on_signal:
+        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
+        if (is_late or self._when(args, state) is None) and not self.save_last and not is_asked:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
             raise OptionError('save_strategy', expected, self.save_strategy)
         if is_late:

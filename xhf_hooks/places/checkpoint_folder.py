@@ -26,6 +26,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
@@ -38,6 +39,7 @@ from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unu
 from xhf_hooks.places.kept_save import KeptSave, keep_save
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.other_folders import OtherFolders
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.types import Step
 
@@ -64,6 +66,7 @@ class CheckpointFolder:
     Args:
         path: Of the newest committed save. Two targets with the same one are the same.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
+        keep_every: As in :class:`.Retention`.
         elsewhere: How the user chooses another folder, for messages.
         warn: Called with what the user should know.
 
@@ -79,11 +82,12 @@ class CheckpointFolder:
         path: Path,
         max_keep: int,
         *,
+        keep_every: int | None = None,
         elsewhere: str = 'set out_dir to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
         self.path, self.name = path, path.name
-        self.max_keep = max_keep
+        self.retention = Retention(max_keep, keep_every)
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
         self.is_of_calls = False
@@ -157,7 +161,7 @@ class CheckpointFolder:
         """
         free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
-            fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
+            fewer = ', or keep fewer with max_keep_ckpts' if self.retention.max_keep > 1 else ''
             raise TargetError(
                 f'{self.path.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
@@ -308,11 +312,12 @@ class CheckpointFolder:
 
     def _publish(self, staging: Path, step: Step) -> None:
         _, foreign = self._look_at_newest()
-        replaced, max_keep, self._committed = None, self.max_keep, self.path
+        replaced, retention, self._committed = None, self.retention, self.path
         if foreign:  # for example, somebody has removed the manifest; a finished save is not thrown away for that
             self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
             os.rename(staging, self._committed)
-            max_keep += 1 if max_keep != -1 else 0  # there is no newest one besides
+            if retention.max_keep != -1:  # there is no newest one besides
+                retention = replace(retention, max_keep=retention.max_keep + 1)
             self._warn(
                 f'{self.path} {foreign}, so it stays, and the save of {step.label} is {self._committed}; move '
                 f'{self.name} away, and the next save gets its name'
@@ -324,7 +329,7 @@ class CheckpointFolder:
         self.staging = None  # that name may be the old save's
         with self.others.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
             fsync(self.path.parent)  # before anything is deleted
-            self.others.retain(replaced, step, max_keep)
+            self.others.retain(replaced, step, retention)
 
     def _replace_newest(self, new: Path) -> Path:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.

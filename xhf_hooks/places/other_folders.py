@@ -21,6 +21,7 @@ from xhf_hooks.format.text import some
 from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_commit, read_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.planning.types import Step
 
 
@@ -111,27 +112,29 @@ class OtherFolders:
         if path != wanted:
             self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
 
-    def retain(self, replaced: Path | None, newest: Step, max_keep: int) -> None:
+    def retain(self, replaced: Path | None, newest: Step, retention: Retention) -> None:
         """After a commit, and at no other time: delete the saves that are too many.
 
         Args:
             replaced: The folder that had the name of the newest save, if any; it becomes an older one.
             newest: The step that was just committed.
+            retention: Which saves stay.
         """
+        last = (self._newest, newest.iteration)  # always stays
         if replaced is not None:
             saved = read_commit(replaced)
             if saved is None:  # it was empty when it was looked at
                 self._delete(replaced, None)
-            elif max_keep == 1 or saved.step == newest:
+            elif saved.step == newest or replaced in retention.superfluous([last, (replaced, saved.step.iteration)]):
                 self.discard(replaced)
             else:
                 for path, older in self.older(saved.step.label).items():
                     if older.step == saved.step:  # saved again by a run that went back
                         self.discard(path)
                 self.add_older(replaced, saved)
-        if max_keep != -1:
-            for path in [*self.older()][max_keep - 1 :]:
-                self.discard(path)
+        older_saves = [(path, saved.step.iteration) for path, saved in self.older().items()]
+        for path in retention.superfluous([last, *older_saves]):
+            self.discard(path)
 
     def discard(self, folder: Path) -> None:
         """Delete a complete save, in the background.

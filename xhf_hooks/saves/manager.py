@@ -115,7 +115,9 @@ class CheckpointManager:
         self.saved_at: int | None = None
         self._saved_checksum: int | None = None  # of this rank's weights at the last save
         self._has_saved = False
-        self.newest = CheckpointFolder(path.absolute(), options.max_keep_ckpts, warn=log.warning)
+        self.newest = CheckpointFolder(
+            path.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
+        )
         self.others = {suffix: self.newest.beside(suffix) for suffix in suffixes}
         self._listeners = Listeners(log, options.exit_wait_secs)
         self._uploads: Uploads | None = None
@@ -174,7 +176,13 @@ class CheckpointManager:
                 require_uploads_apart(options.upload_to, self.newest.path)
             paths = [target.path for target in self._targets]
             self._uploads = uploads_of_run(
-                options.upload_to, options.backend_args, options.upload_keep, paths, self.collective, self.log
+                options.upload_to,
+                options.backend_args,
+                options.upload_keep,
+                paths,
+                self.collective,
+                self.log,
+                keep_every=options.keep_every,
             )
             listeners.append(self._uploads)
         with self.collective.stage('preflight'):
@@ -187,8 +195,10 @@ class CheckpointManager:
         if self._listeners.each:
             self._exit_wait = ExitWait(self._listeners.close, self._listeners.wait_before_exit)
             ending.callback(self._exit_wait.close)
-        if self._options.save_on_signal:
-            self._requests = SaveRequests(self.log, self._options.save_on_signal)
+        options = self._options
+        if options.save_on_signal or options.interval_minutes is not None:
+            interval_secs = None if options.interval_minutes is None else 60 * options.interval_minutes
+            self._requests = SaveRequests(self.log, options.save_on_signal or (), interval_secs)
             ending.callback(self._requests.close)
             weakref.finalize(self, self._requests.close).atexit = False
 
@@ -232,6 +242,9 @@ class CheckpointManager:
         except XhfError as error:
             self.handle(error, f'the save of {step.label}')
             return
+        finally:
+            if self._requests is not None and target is self.newest:
+                self._requests.restart_clock()  # after a save that failed, too: the next iteration would fail alike
         if target is self.newest:
             self.saved_at = step.iteration
         self._after = after
@@ -240,7 +253,7 @@ class CheckpointManager:
             self._report(committed)
 
     def save_if_asked(self, step: Step, *, at_once: bool = False) -> None:
-        """Save if a signal requested it. Runs on: all ranks, at the same points.
+        """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
 
         Args:
             at_once: Count requests up to now: at the end of a validation or of training rather than of an iteration.
@@ -261,7 +274,7 @@ class CheckpointManager:
             if self._options.on_error == 'raise':
                 raise
             self.log.error(
-                f'save_on_signal: no signal is heard until the next save or validation connects again: {error}'
+                f'no signal and no clock requests a save until the next save or validation connects again: {error}'
             )
             return
         self.collect()  # before reading saved_at: all ranks learn here whether the save in flight failed

@@ -97,6 +97,8 @@ def occasions_of(
 ) -> list[str]:
     """Everything that triggers a save, for the log."""
     found = [] if schedule is None else [schedule]
+    if options.interval_minutes is not None:
+        found.append(f'{options.interval_minutes:g} minutes after the last save')
     if options.save_last:
         found.append('at the end of training')
     found += [f'at a new best score ({target.name})' for target in others.values()]

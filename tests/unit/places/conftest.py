@@ -33,8 +33,8 @@ def said() -> list[str]:
 def claim(tmp_path, said) -> Claim:
     """Claims ``hf_model``, once more if that is asked for."""
 
-    def claimed(max_keep: int = 1, bases: Iterable[Path] = ()) -> CheckpointFolder:
-        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, warn=said.append)
+    def claimed(max_keep: int = 1, bases: Iterable[Path] = (), keep_every: int | None = None) -> CheckpointFolder:
+        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, keep_every=keep_every, warn=said.append)
         target.claim(bases)
         return target
 

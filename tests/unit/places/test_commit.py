@@ -58,6 +58,27 @@ def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
     assert hidden(tmp_path) == set()
 
 
+@pytest.mark.parametrize(
+    ('max_keep', 'runs', 'older'),
+    [
+        (1, [(1, 2, 3, 4, 5, 6, 7, 8)], [3, 6]),
+        (2, [(1, 2, 3, 4, 5, 6, 7, 8)], [3, 6, 7]),
+        (1, [(2, 4, 5, 7, 8, 11, 12)], [4, 7, 11]),  # no save at 3, 6 or 9: the first one after it stays
+        (1, [(4, 5), (3, 6)], [3]),  # the run went back, and its first save of 3 to 5 is now another one
+        (1, [(3, 4), (3, 4)], [3]),
+        (-1, [(3, 4, 5)], [3, 4]),
+    ],
+)
+def test_the_first_save_of_every_three_iterations_stays(max_keep, runs, older, tmp_path, both_ways, claim):
+    for numbers in runs:
+        folder = claim(max_keep, keep_every=3)
+        for number in numbers:
+            commit_one(folder, number)
+        folder.release()
+    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
+    assert hidden(tmp_path) == set()
+
+
 @pytest.mark.parametrize('max_keep', [1, 2])
 def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, claim, said, max_keep):
     """An evaluation's result, a converted model, a link, an edited file: when their save goes, they stay."""

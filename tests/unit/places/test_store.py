@@ -91,6 +91,18 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
     assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
 
 
+def test_the_first_save_of_every_three_iterations_stays(local, url):
+    """Also where several runs have uploaded, and where the newest is one of them."""
+    for numbers in ((1, 2, 4, 5), (5, 7, 8, 9)):
+        saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
+        saves.claim()
+        for number in numbers:
+            save(saves, local, number)
+        saves.release()
+    assert prefixes(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
+    assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
+
+
 def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     """Where the store has folders. What somebody else put there stays, in its folder."""
     root = tmp_path / 'store'
