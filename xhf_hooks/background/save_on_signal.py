@@ -19,12 +19,12 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.system.child_processes import OutlivingChildren
+from xhf_hooks.system.child_processes import SignalProofChildren
 
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def numbers_of(signals: Sequence[str]) -> list[signal.Signals]:
+def signal_numbers(signals: Sequence[str]) -> list[signal.Signals]:
     """The signals by their names."""
     return [signal.Signals[name] for name in signals]
 
@@ -34,7 +34,7 @@ class SaveRequests:
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
     effect after the save: it ends the process or calls the user's handler. Children of multiprocessing, such as data
-    loader workers, outlive the signals (:class:`.OutlivingChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
+    loader workers, outlive the signals (:class:`.SignalProofChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
     nothing, and the others take effect at once.
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
@@ -53,7 +53,7 @@ class SaveRequests:
         self._ending: signal.Signals | None = None
         self._waits = True  # whether those wait for a save
         self._before: dict[signal.Signals, Any] = {}
-        self._children: OutlivingChildren | None = None
+        self._children: SignalProofChildren | None = None
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
         self._ranks = Collective()  # of its own: a save in the background may be using another one
         self._interval_secs = interval_secs if self._ranks.rank == 0 else None
@@ -62,8 +62,8 @@ class SaveRequests:
             with self._ranks.stage('preflight'):
                 if signals and threading.current_thread() is not threading.main_thread():
                     raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
-                numbers = numbers_of(signals)
-                self._children = OutlivingChildren(numbers) if numbers else None
+                numbers = signal_numbers(signals)
+                self._children = SignalProofChildren(numbers) if numbers else None
                 if self._children is not None and self._children.is_server_older:
                     log.warning(
                         f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the '
@@ -82,11 +82,11 @@ class SaveRequests:
         """The signal to this rank that will end the process after the save, if any."""
         return self._ending
 
-    def is_due(self, *, at_once: bool = False) -> bool:
+    def is_due(self, *, vote_now: bool = False) -> bool:
         """Whether all ranks save now. Runs on: all ranks, at the end of each iteration.
 
         Args:
-            at_once: Wait until all ranks are here, so that requests up to now count: at the end of a validation, whose
+            vote_now: Wait until all ranks are here, so that requests up to now count: at the end of a validation, whose
                 save has the weights of the last iteration, and of training, when there is no next iteration.
 
         Raises:
@@ -96,12 +96,12 @@ class SaveRequests:
         if not self._ranks.is_connected:
             return False
         is_due = answer is not None and answer()
-        if at_once and not is_due:
+        if vote_now and not is_due:
             is_due = self._ask()()
         if is_due:
             self._asked = None
             self.restart_clock()  # before it is read again below
-        if not at_once:
+        if not vote_now:
             self._answer = self._ask()
         return is_due
 
@@ -109,7 +109,7 @@ class SaveRequests:
         """Count the time without a save from now on."""
         self._clock_began = time.monotonic()
 
-    def connect_again(self, collective: Collective) -> bool:
+    def ensure_connected(self, collective: Collective) -> bool:
         """Connect again if the connections of a rank have broken; returns whether they had. Runs on: all ranks.
 
         Args:
@@ -121,7 +121,7 @@ class SaveRequests:
         if not collective.any(not self._ranks.is_connected, 'save_on_signal'):
             return False
         self._answer = None
-        self._ranks.connect_again()
+        self._ranks.reconnect()
         return True
 
     def end_process(self) -> None:

@@ -79,7 +79,7 @@ def save_hf(
         saves = CheckpointManager(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
-        saves.newest.is_of_calls = True
+        saves.newest.is_for_save_hf = True
         try:
             saves.save(Step('iter', number, number), call_began=began)
         finally:

@@ -270,7 +270,7 @@ class StoredSaves:
             found = self._current()
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
-    def release(self) -> None:
+    def clean_at_end(self) -> None:
         """At the end of the run, :meth:`clean`. Never raises: the next run deletes the rest."""
         with contextlib.suppress(StoreError):
             self.clean()

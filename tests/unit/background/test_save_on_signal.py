@@ -38,13 +38,13 @@ def test_the_clock_requests_a_save_after_the_time_without_one(monkeypatch):
         found.append(requests.is_due())
     assert found == [False, False, True, False, False, False, True], 'one iteration later'
     now[0] += 59
-    assert not requests.is_due(at_once=True)
+    assert not requests.is_due(vote_now=True)
     now[0] += 1
-    assert requests.is_due(at_once=True) and not requests.is_due(at_once=True)
+    assert requests.is_due(vote_now=True) and not requests.is_due(vote_now=True)
     now[0] += 59
     requests.restart_clock()
     now[0] += 59
-    assert not requests.is_due(at_once=True)
+    assert not requests.is_due(vote_now=True)
     requests.close()
     assert signal.getsignal(signal.SIGUSR2) is before
 
@@ -55,7 +55,7 @@ def test_training_goes_on_after_sigusr2(own_handler):
     before = (lambda *args: called.append(args)) if own_handler else signal.SIG_DFL  # which would kill
     signal.signal(signal.SIGUSR2, before)
     requests = requests_of('SIGUSR2')
-    assert not requests.is_due(at_once=True)
+    assert not requests.is_due(vote_now=True)
     signal.raise_signal(signal.SIGUSR2)
     assert len(called) == own_handler and requests.ending_signal is None
     assert [requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
@@ -79,5 +79,5 @@ def test_a_forked_child_ends_as_ever():
         signal.raise_signal(signal.SIGUSR2)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert not requests.is_due(at_once=True)
+    assert not requests.is_due(vote_now=True)
     requests.close()

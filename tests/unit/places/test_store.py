@@ -47,7 +47,7 @@ def saves(url):
     made.said = said
     made.claim()
     yield made
-    made.release()
+    made.clean_at_end()
 
 
 def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[str, bytes]:
@@ -98,7 +98,7 @@ def test_the_first_save_of_every_three_iterations_stays(local, url):
         saves.claim()
         for number in numbers:
             save(saves, local, number)
-        saves.release()
+        saves.clean_at_end()
     assert prefixes(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
     assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
 
@@ -111,7 +111,7 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     for number in (1, 2, 3):
         save(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
-    saves.release()
+    saves.clean_at_end()
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ['hf_model_iter_1', 'hf_model_iter_3']
     assert [path.name for path in (root / 'hf_model_iter_1').iterdir()] == ['own']
 
@@ -149,7 +149,7 @@ def test_a_prefix_in_use_is_not_used_again(saves, local, url):
     again.claim()
     save(again, local, 1)
     assert newest(url) == 'hf_model_iter_1_3'
-    again.release()
+    again.clean_at_end()
 
 
 @pytest.mark.parametrize('fault', ['missing', 'short'])
@@ -209,13 +209,13 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
     monkeypatch.setattr(Store, '_ask', note)
     later = StoredSaves(url, 'hf_model', 2)
     later.claim()
-    later.release()
+    later.clean_at_end()
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
     later.claim()
     save(later, local, 3)
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
     assert not any('others' in key for key in asked) and '' not in asked
-    later.release()
+    later.clean_at_end()
 
 
 def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
