@@ -34,7 +34,7 @@ from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, Share
 from xhf_hooks.format.checksum import first_difference, line_checksums
 from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
-from xhf_hooks.system.rendezvous import meet
+from xhf_hooks.system.rendezvous import wait_for_all_ranks
 
 T = TypeVar('T')
 #: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.
@@ -44,9 +44,9 @@ CONNECT_TIMEOUT_SECS = 120.0
 #: How long a rank that has lost contact waits for the others to connect again. Ranks in step notice it together; a rank
 #: that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
 _CONNECT_AGAIN_SECS = 5.0
-_LOOK_SECS = 0.0005
+_POLL_SECS = 0.0005
 #: So long after the first rank, others that wait for the same ranks have said so in the store.
-_TELL_TOGETHER_SECS = 2.0
+_REGISTER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
 #: Up to so many ranks, gloo's ring takes no longer than one step after the other of :meth:`Collective.any`.
@@ -96,7 +96,7 @@ class Collective:
             found = _REUSED[dist.group.WORLD] = cls()
             found._is_reused = True
         else:
-            found.meet()
+            found.ensure_connected()
         return found
 
     @property
@@ -104,7 +104,7 @@ class Collective:
         """Whether this rank knows of no broken connection."""
         return self.world_size == 1 or self._group is not None
 
-    def meet(self) -> bool:
+    def ensure_connected(self) -> bool:
         """An agreement for which ranks connect again if a connection has broken. Runs on: all ranks.
 
         It precedes what ranks do together after a time: a firewall may have closed a connection that was idle. A rank
@@ -118,20 +118,20 @@ class Collective:
             RankLostError: Ranks could not connect again.
         """
         self._n_met += 1
-        telling = threading.Timer(rendezvous.TELL_SECS, self._tell_missing)
+        telling = threading.Timer(rendezvous.WARN_AFTER_SECS, self._warn_of_missing_ranks)
         telling.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter exits
             telling.start()
         try:
-            self.agree('beginning')
+            self.raise_if_any_failed('beginning')
             return False
         except RankLostError:
-            self.connect_again()
+            self.reconnect()
             return True
         finally:
             telling.cancel()
 
-    def connect_again(self) -> None:
+    def reconnect(self) -> None:
         """Replace all connections. Runs on: all ranks.
 
         Raises:
@@ -147,7 +147,7 @@ class Collective:
         if self._is_reused and dist.group.WORLD is not None:
             _REUSED[dist.group.WORLD] = self
 
-    def agree(self, stage: str) -> None:
+    def raise_if_any_failed(self, stage: str) -> None:
         """Raise the same error on every rank if any rank remembers one. Runs on: all ranks.
 
         Raises:
@@ -157,7 +157,7 @@ class Collective:
         self.any(False, stage)
 
     def any(self, flag: bool, stage: str = 'exchange') -> bool:
-        """Whether the flag is set on any rank. It is an agreement, too, with the errors of :meth:`agree`."""
+        """Whether the flag is set on any rank. It is also a vote, with the errors of :meth:`raise_if_any_failed`."""
         own, self._remembered = self._remembered, None
         vote = _FAILED if own is not None else int(flag)
         most = int(self.all_reduce(np.array([vote], np.uint8), 'MAX', stage)[0])
@@ -183,10 +183,10 @@ class Collective:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Run a block and agree at its end, even if it raised. Runs on: all ranks.
+        """Run a block and vote at its end, even if it raised. Runs on: all ranks.
 
-        The block must end or raise without waiting for a rank that may have failed. It may call :meth:`agree`, and
-        contain other stages, at points that all ranks pass.
+        The block must end or raise without waiting for a rank that may have failed. At points that all ranks pass, it
+        may call :meth:`raise_if_any_failed` and contain other stages.
         """
         try:
             yield
@@ -194,7 +194,7 @@ class Collective:
             raise
         except Exception as error:  # of any type: every rank must learn of it
             self._remembered = self._remembered or (name, error)
-        self.agree(name)
+        self.raise_if_any_failed(name)
 
     def wait(self, stage: str) -> None:
         """A barrier of log2(N) steps; agrees on nothing. Runs on: all ranks."""
@@ -380,7 +380,7 @@ class Collective:
         while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_SECS)
+            time.sleep(_POLL_SECS)
         return True
 
     def _open(self, timeout_secs: float) -> None:
@@ -390,7 +390,7 @@ class Collective:
         except (AttributeError, ValueError):  # MPI's process group has none
             self._meeting = ''
         else:
-            self._meeting = meet(store, self.rank, self.world_size, timeout_secs)
+            self._meeting = wait_for_all_ranks(store, self.rank, self.world_size, timeout_secs)
         try:
             connect_timeout = timedelta(seconds=CONNECT_TIMEOUT_SECS)
             self._group = new_gloo_group(connect_timeout, self._timeout, prefix=f'xhf_hooks/{self._meeting}')
@@ -401,16 +401,16 @@ class Collective:
                 f"nodes don't find it (set GLOO_SOCKET_IFNAME to the network interface, such as eth0): {error}"
             ) from error
 
-    def _tell_missing(self) -> None:
+    def _warn_of_missing_ranks(self) -> None:
         """Say which ranks do not wait, on the first rank that waits so long. Runs on: a thread of its own."""
         with contextlib.suppress(Exception):  # without a store, or its host
             store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_met}', _get_default_store())
             store.set(f'{self.rank}', '')
             if store.add('first', 1) == 1:
-                time.sleep(_TELL_TOGETHER_SECS)
+                time.sleep(_REGISTER_SECS)
                 ranks = range(self.world_size)
                 missing = [rank for rank in ranks if not rendezvous.store_has(store, f'{rank}')]
-                rendezvous.tell_missing(self.rank, missing)
+                rendezvous.warn_of_missing_ranks(self.rank, missing)
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:

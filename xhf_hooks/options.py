@@ -70,6 +70,7 @@ def _at_least(least: int, *others: int) -> Check:
 
 
 _switch = _one_of(True, False)
+_minutes = _must_be('a number of minutes, more than 0', lambda value: _is_number(value, int, float) and value > 0)
 _seconds = _must_be('a number of seconds, at least 0', lambda value: _is_number(value, int, float) and value >= 0)
 _dotted_path = _must_be('a dotted path such as "llm"', lambda value: isinstance(value, str) and value != '')
 _tokenizer = _must_be(
@@ -402,6 +403,19 @@ class SaveOptions(_Options):
         _at_least(1, -1),
         zh=('保留多少次保存，包括最新的一次。较早的名为 ``hf_model_iter_500`` 或 ``hf_model_epoch_2``。-1 全部保留。'),
     )
+    keep_every: int | None = _option(
+        None,
+        'Besides the newest saves (``max_keep_ckpts``, ``upload_keep``), keep for good the first save of every so many '
+        'iterations: with 1000 the first one from iteration 1000 on, the first from 2000 on, and so on. It counts '
+        'iterations even where ``interval`` counts epochs, and does not apply to best saves. (In Orbax: '
+        '``EveryNSteps`` with ``exact_interval=False``.)',
+        _at_least(1),
+        zh=(
+            '除最新的保存（``max_keep_ckpts``、``upload_keep``）之外，永久保留每若干次迭代中的第一次保存：设为 1000 时'
+            '，保留第 1000 次迭代起的第一次保存、第 2000 次起的第一次保存，依此类推。即使 ``interval`` 按 epoch 计数，'
+            '它也按迭代计数；不适用于最好成绩的保存。（在 Orbax 中为 ``EveryNSteps``，``exact_interval=False``。）'
+        ),
+    )
 
 
 @dataclass(eq=False)
@@ -412,6 +426,7 @@ class CallOptions(SaveOptions):
     async_save: ClassVar[bool] = False
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
+    interval_minutes: ClassVar[float | None] = None
     on_saved: ClassVar[None] = None
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
@@ -428,8 +443,9 @@ class CallOptions(SaveOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step is None and self.max_keep_ckpts != 1:
-            raise OptionError('step', 'an integer of at least 0 (None only when max_keep_ckpts is 1)', None)
+        if self.step is None and (self.max_keep_ckpts != 1 or self.keep_every is not None):
+            raise OptionError('step', 'an integer of at least 0 (None only when a single save is kept)', None)
+        self.require_default('keep_every', 'when max_keep_ckpts is -1, which keeps all', when=self.max_keep_ckpts == -1)
 
 
 @dataclass(eq=False)
@@ -447,6 +463,17 @@ class RunOptions(SaveOptions):
         ),
     )
     _: KW_ONLY
+    interval_minutes: float | None = _option(
+        None,
+        "Also save when so many minutes have passed on rank 0's clock since training began, or since the last save "
+        'to ``hf_model``, whatever caused it. All ranks save at the end of the next iteration. For saves by the clock '
+        "alone: ``interval=-1`` (``save_strategy='no'`` for Trainer).",
+        _minutes,
+        zh=(
+            '从训练开始，或从上一次保存到 ``hf_model``（无论由什么引起）起，rank 0 的时钟过了这么多分钟时，也保存'
+            "一次。所有 rank 在下一次迭代结束时保存。只按时钟保存：``interval=-1``（Trainer：``save_strategy='no'``）。"
+        ),
+    )
     save_last: bool = _option(True, 'Also save when training ends.', _switch, zh='训练结束时也保存。')
     async_save: bool = _option(
         False,
@@ -535,6 +562,8 @@ class RunOptions(SaveOptions):
         super().__post_init__()
         for option in ('upload_keep', 'backend_args'):
             self.require_default(option, 'unless upload_to is a store', when=self.upload_to is None)
+        keeps_all = self.max_keep_ckpts == -1 and self.upload_keep == -1
+        self.require_default('keep_every', 'when max_keep_ckpts and upload_keep keep all', when=keeps_all)
 
 
 @dataclass(eq=False)

@@ -76,7 +76,7 @@ def opened_and_closed_often() -> bool:
     for _ in range(100):
         collective = Collective()
         collective.all_gather(collective.rank)
-        collective.agree('test')
+        collective.raise_if_any_failed('test')
         collective.close()
     return True
 

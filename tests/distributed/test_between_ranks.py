@@ -120,7 +120,7 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
         are_sent = WriteStrategy.reads_slices if road == 'send' else False
         with (
-            mock.patch.object(Collective, 'agree', noting(agreed, Collective.agree)),
+            mock.patch.object(Collective, 'raise_if_any_failed', noting(agreed, Collective.raise_if_any_failed)),
             mock.patch.object(Collective, 'post', noting(collectives, Collective.post)),
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),
@@ -210,7 +210,7 @@ def agreements_of_many_ranks() -> dict[str, Any]:
             with ranks.remembering('write'):
                 if ranks.rank == rank:
                     raise OSError(5, 'injected')
-            found[f'error of {rank}'] = error_of(ranks.agree, 'write')
+            found[f'error of {rank}'] = error_of(ranks.raise_if_any_failed, 'write')
         steps.clear()
         found['nobody'] = ranks.any(False)
         found['steps'] = len(steps)
@@ -229,7 +229,7 @@ def waits_long_in_debug_mode() -> str:
         dist.set_debug_level(level)
     if ranks.rank == 0:
         time.sleep(5)
-    message = error_of(ranks.agree, 'write')
+    message = error_of(ranks.raise_if_any_failed, 'write')
     ranks.close()
     return message
 

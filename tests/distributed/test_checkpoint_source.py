@@ -91,8 +91,13 @@ def saved(launch, case):
 def test_reads_what_the_hook_saved_and_tells_what_it_is(saved, case):
     kind, options = case.partition('-')[0], CASES[case]
     source = open_checkpoint(saved / 'checkpoint')
-    facts = {'engine': 'deepspeed', 'zero_stage': options['stage'], 'world_size': N_RANKS, 'layout': 'deepspeed'}
-    assert facts.items() <= source.facts.items() and source.iteration == STEPS
+    manifest_fields = {
+        'engine': 'deepspeed',
+        'zero_stage': options['stage'],
+        'world_size': N_RANKS,
+        'layout': 'deepspeed',
+    }
+    assert manifest_fields.items() <= source.manifest_fields.items() and source.iteration == STEPS
     assert source.warnings == [] and not any('only the file names' in told for told in source.unproven)
 
     parameters, specs = dict(build_model(kind).named_parameters()), source.specs()

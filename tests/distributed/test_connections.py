@@ -65,28 +65,28 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     options: dict[str, Any] = dict(async_save=async_save, save_on_signal='SIGUSR2', on_error='continue')
     saves = make_manager(odd_llama(), folder, collective=Collective(), run=lines, **options)
     ours = {fd: target for fd, target in sockets().items() if before.get(fd) != target}
-    saves.save_if_asked(iteration(1))
+    saves.save_if_requested(iteration(1))
     saves.save(iteration(1))
-    saves.collect()
+    saves.wait_for_background_save()
     dist.barrier()
     if dist.get_rank() == 1:
         break_connections(ours)
     dist.barrier()
     for number in (2, 3, 4):
-        saves.save_if_asked(iteration(number))  # training goes on
+        saves.save_if_requested(iteration(number))  # training goes on
     saves.save(iteration(5))
-    saves.collect()
+    saves.wait_for_background_save()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGUSR2)
     for number in (6, 7):
-        saves.save_if_asked(iteration(number))
-    saves.collect()
+        saves.save_if_requested(iteration(number))
+    saves.wait_for_background_save()
     saved = [number for number in range(9) if lines.count('INFO', f'saved iter_{number} to')]
     saves.close()
     return {
         'saved': saved,
         'again': lines.count('WARNING', 'a connection between ranks had broken; they are connected again') > 0,
-        'deaf': lines.count('ERROR', 'save_on_signal: no signal is heard until the next save'),
+        'deaf': lines.count('ERROR', 'no signal and no clock requests a save until the next save'),
         'errors': lines.count('ERROR', ''),
     }
 
@@ -100,7 +100,7 @@ def test_a_broken_connection_is_made_again_at_the_next_save_and_training_goes_on
 def lose_in_the_middle(folder: Path) -> list[str]:
     """The connection of one rank breaks, which only that rank has noticed. Runs on: all ranks."""
     ranks = Collective.reused()
-    assert not ranks.meet()
+    assert not ranks.ensure_connected()
     dist.barrier()
     if dist.get_rank() == 1:
         ranks.abandon()
@@ -116,9 +116,9 @@ def save_on_rank_0_alone(folder: Path) -> list[str]:
     """Runs on: all ranks."""
     lines, save = Lines(), partial(save_hf, odd_llama(), folder)
     save()
-    with mock.patch.multiple(rendezvous, TELL_SECS=0.5), mock.patch.multiple(collective, _TELL_TOGETHER_SECS=0.5):
+    with mock.patch.multiple(rendezvous, WARN_AFTER_SECS=0.5), mock.patch.multiple(collective, _REGISTER_SECS=0.5):
         if dist.get_rank() == 0:
-            with mock.patch.object(Collective, '_tell_missing', told_then(Collective._tell_missing)):
+            with mock.patch.object(Collective, '_warn_of_missing_ranks', told_then(Collective._warn_of_missing_ranks)):
                 save()
         else:
             dist.distributed_c10d._get_default_store().wait(['told'])

@@ -27,7 +27,7 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, run_program
 from tests.helpers.runs.engines import make_manager
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background import listeners
+from xhf_hooks.background import background_tasks
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.store import StoredSaves
@@ -79,27 +79,27 @@ class Run:
             error = OSError(28, 'No space left on device') if what == 'failing' else None
             self.hold_back(OutputFile, 'write', error)
         self.save()
-        poll = listeners.poll
+        poll = background_tasks.poll
 
         def at_end(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
             if secs > 0:
                 self.ends.set()
             return poll(is_over, secs)
 
-        listeners.poll = manager.poll = at_end
+        background_tasks.poll = manager.poll = at_end
 
 
 def requested(run: Run) -> None:
     """The save that the signal asked for comes after the one in flight."""
     os.kill(os.getpid(), signal.SIGHUP)
     for number in range(STEP + 1, 1000):
-        run.saves.save_if_asked(iteration(number))
+        run.saves.save_if_requested(iteration(number))
 
 
 def handled(run: Run) -> None:
     """The user's handler lets training go on: later saves are waited for, too."""
     os.kill(os.getpid(), signal.SIGTERM)
-    run.saves.look()  # returns when the handler has been called
+    run.saves.poll_background()  # returns when the handler has been called
     run.ends.clear()
     run.save(STEP + 1)
     raise RuntimeError('training failed')
@@ -123,7 +123,7 @@ def in_a_log_handler(run: Run) -> None:
 
 def forgotten(run: Run) -> None:
     """The last thing that knew the run is gone when the process ends."""
-    run.saves.collect()
+    run.saves.wait_for_background_save()
     gone = weakref.ref(run.saves)
     run.saves = None
     gc.collect()

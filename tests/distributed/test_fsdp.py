@@ -258,7 +258,7 @@ def test_conversion_gives_the_hooks_bytes(results, name, tmp_path):
     checkpoint, hook = folder / ('run' if 'strategy' in name else 'state'), folder / 'hook'
     if 'full' not in name:
         source = open_checkpoint(checkpoint)
-        assert source.facts['engine'] == 'torch' and source.facts['layout'] == 'dcp'
+        assert source.manifest_fields['engine'] == 'torch' and source.manifest_fields['layout'] == 'dcp'
         assert len(source.unproven) == 1 and 'not verifiable' in source.unproven[0]
     base = config_alone(hook, tmp_path / 'base')
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--base', base, '--verify'), hook)

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +25,10 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
+from xhf_hooks.background import save_on_signal
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
+from xhf_hooks.places.objects import Store
+from xhf_hooks.places.store import read_pointer
 
 N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.
@@ -81,6 +86,17 @@ class AtIteration(Hook):
                 os.kill(os.getpid(), getattr(signal, self._ask))
 
 
+@HOOKS.register_module()
+class MinutePerIteration(Hook):
+    """With each iteration a minute passes on the clock of rank 0, and an hour on those of other ranks."""
+
+    priority = 'VERY_HIGH'
+    minutes = 0
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        MinutePerIteration.minutes += 1 if runner.rank == 0 else 60
+
+
 def random_signals(work_dir: Path) -> tuple[str, dict[int, int]]:
     how = dict(hook=dict(NEVER_DUE, async_save=True), checkpoint=NO_CHECKPOINTS, hooks=[dict(type='RandomSignals')])
     runner = train(run_config(work_dir, stage=3, max_iters=10_000, **how))
@@ -124,6 +140,16 @@ def callback(work_dir: Path) -> list[str]:
         return trainer_run(options, dict(max_steps=LAST), zero_config(2), work_dir)
 
 
+def by_the_clock(work_dir: Path) -> str:
+    """After three minutes without a save, and every six iterations. Runs on: all ranks."""
+    own = dict(interval=6, by_epoch=False, interval_minutes=3, keep_every=5, save_last=False)
+    uploads = dict(upload_to=(work_dir / 'store').as_uri(), upload_keep=1)
+    how = dict(stage=2, max_iters=17, checkpoint=NO_CHECKPOINTS, hooks=[dict(type='MinutePerIteration')])
+    clock = SimpleNamespace(monotonic=lambda: 60 * MinutePerIteration.minutes)
+    with mock.patch.object(save_on_signal, 'time', clock):
+        return run({**how, 'hook': {**own, **uploads}}, work_dir)
+
+
 IN_VALIDATION = dict(iteration=4, ask='SIGUSR2', in_validation_of_rank=2)
 SCENARIOS: dict[str, Any] = {
     'random': random_signals,
@@ -131,6 +157,7 @@ SCENARIOS: dict[str, Any] = {
     'validation': partial(asked, dict(async_save=True), IN_VALIDATION, scores=[0.5] * 6, max_iters=8),
     'goes_on': with_handler,
     'callback': callback,
+    'clock': by_the_clock,
 }
 
 
@@ -190,3 +217,15 @@ def test_trainer_saves_on_a_signal(finished):
     assert found[0] == 'hf_model' and len(found) == 2, found
     manifest = json.loads((root / 'callback' / found[1] / 'xhf_manifest.json').read_text())
     assert 0 < manifest['iteration'] < LAST
+
+
+def test_the_clock_of_rank_0_fills_gaps_between_saves_and_some_are_kept_for_good(finished):
+    """Saves by the clock at 4, 10 and 16, one iteration after it is due, and by the interval at 6 and 12."""
+    _, outcome = finished
+    log_dir = Path(outcome('clock')[0])
+    log = next(log_dir.glob('*.log')).read_text()
+    assert re.findall(r'saved (iter_\d+) to', log) == [f'iter_{number}' for number in (4, 6, 10, 12, 16)]
+    assert saves(log_dir) == {'hf_model_iter_6': 6, 'hf_model_iter_10': 10, 'hf_model': 16}
+    pointer = read_pointer(Store((log_dir.parent / 'store').as_uri()), 'hf_model')
+    assert pointer.saves == ('hf_model_iter_6', 'hf_model_iter_10', 'hf_model_iter_16')
+    assert 'every 6 iterations, 3 minutes after the last save' in log

@@ -119,7 +119,7 @@ def wait_for_some(n_come: int) -> tuple[str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger('xhf_hooks').addHandler(handler)
-    with mock.patch.object(rendezvous, 'TELL_SECS', 0.5):
+    with mock.patch.object(rendezvous, 'WARN_AFTER_SECS', 0.5):
         message = error_of(Collective, 3.0)
     return message, lines
 
@@ -150,11 +150,11 @@ def lose_one_of_many(dead_rank: int, ring_ranks: int) -> tuple[str, float]:
     """One dies between two agreements. Runs on: all ranks."""
     collective._RING_RANKS = ring_ranks  # of this process, which ends
     ranks = Collective()
-    ranks.agree('before')
+    ranks.raise_if_any_failed('before')
     if dist.get_rank() == dead_rank:
         die()
-    first, seconds = what_came(lambda: [ranks.agree('after') for _ in range(3)])
-    return f'{first} / {error_of(ranks.agree, "again")}', seconds
+    first, seconds = what_came(lambda: [ranks.raise_if_any_failed('after') for _ in range(3)])
+    return f'{first} / {error_of(ranks.raise_if_any_failed, "again")}', seconds
 
 
 @pytest.mark.parametrize('ring_ranks', [1, 8])

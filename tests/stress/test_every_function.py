@@ -42,18 +42,18 @@ WAYS = [
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
     'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',
-    'saves.manager.CheckpointManager.collect': 'raises or reports what all ranks have',
+    'saves.manager.CheckpointManager.wait_for_background_save': 'raises or reports what all ranks have',
     'saves.manager.CheckpointManager._tell': 'tells what all ranks have; what it calls may fail',
     'saves.manager.CheckpointManager._report': 'tells what all ranks have; what it calls may fail',
     'saves.manager.CheckpointManager._reporting': 'catches what fails then',
     'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
-    'background.listeners.Listener.add': 'hands what all ranks have begun to the thread that saves',
-    'background.listeners.Listener._run': 'runs in the thread that saves',
+    'background.background_tasks.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
+    'background.background_tasks.BackgroundTask._run': 'runs in the thread that saves',
     'background.save_in_flight.SavesInBackground.work': 'makes the save, and keeps what comes of it',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
-    'background.listeners.poll': 'waits for the background thread alone',
+    'background.background_tasks.poll': 'waits for the background thread alone',
     'collective.': 'how ranks agree: without it they cannot',
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
@@ -200,7 +200,7 @@ class Run:
         self.lines.clear()
         try:
             self.saves.save(iteration(self.number))
-            self.saves.collect()
+            self.saves.wait_for_background_save()
         except Exception as error:
             return f'{type(error).__name__}: {error}'
         return ''.join(line for line in self.lines if 'is saved, but' in line)

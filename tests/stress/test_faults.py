@@ -84,7 +84,7 @@ class Run:
         self.folder = CheckpointFolder(parent / 'hf_model', 1)
         with self.collective.stage('claim'):
             if self.collective.rank == 0:
-                self.folder.claim()
+                self.folder.prepare()
 
     def save(self, number: int, injected: AbstractContextManager[Any] = nullcontext()) -> str:  # noqa: B008
         """What came of it; empty when all is well."""
@@ -93,9 +93,9 @@ class Run:
             return error_of(self.saver.save, self.folder, iteration(number))
 
     def when_all_are_here(self, look: Callable[..., Any], *args: Any) -> Any:
-        self.collective.agree('test')
+        self.collective.raise_if_any_failed('test')
         found = look(*args)
-        self.collective.agree('test')
+        self.collective.raise_if_any_failed('test')
         return found
 
     def found(self) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Run:
         return self.when_all_are_here(check_all, self.folder.path.parent)
 
     def end(self) -> None:
-        self.folder.release()
+        self.folder.unlock()
         self.collective.close()
 
 
@@ -226,7 +226,7 @@ def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
         tokenizer = Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
         run.saver.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         assert run.save(1) == ''
-        run.collective.agree('test')
+        run.collective.raise_if_any_failed('test')
         paths = [run.folder.path, *run.folder.path.rglob('*')]
         run.end()
     finally:
@@ -266,7 +266,7 @@ def late(parent: Path) -> list[Any]:
         time.sleep(0.05)
     messages.append(run.save(2))
     gave_up.touch()
-    run.folder.release()
+    run.folder.unlock()
     return [*messages, check_all(parent)]
 
 

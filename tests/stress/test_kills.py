@@ -103,8 +103,8 @@ def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
     """
     before = check_all(parent)
     folder = CheckpointFolder(parent / NAME, max_keep)
-    folder.claim()
-    folder.release()
+    folder.prepare()
+    folder.unlock()
     after = check_all(parent)
     assert hidden(parent) == []
     assert after.get(NAME, 0) >= before.get(NAME, 0)
@@ -151,7 +151,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
         if kind.in_background:
             connection.send(('copied', number))
             fill(model, -1)  # training goes on
-            saves.collect()
+            saves.wait_for_background_save()
         connection.send(('committed', number))
 
 

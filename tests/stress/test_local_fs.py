@@ -72,13 +72,13 @@ def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
     """Where files can be cloned, the command has its own. Elsewhere the log names the file."""
     name = 'model-00002-of-00003.safetensors'
     folder = CheckpointFolder(disks / kind / 'on_saved' / NAME, 1)
-    folder.claim()
+    folder.prepare()
     after = OnSaved(['truncate', '--size=0', f'{{path}}/{name}'], RunLog(logging.getLogger('test'), 'test'))
     commit_one(folder, 1)
-    after.committed(folder, iteration(1))
+    after.handle_commit(folder, iteration(1))
     assert after.wait(HANG_SECS)
     after.close()
-    folder.release()
+    folder.unlock()
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     if kind in CLONES:
         assert content(folder.path) == 1 and errors == []

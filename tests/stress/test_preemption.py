@@ -58,10 +58,10 @@ def train(folder: Path, mode: str, method: str) -> None:
         time.sleep(0.1)
         if dist.get_rank() == 0:
             print('iteration', number, flush=True)
-        saves.look()
+        saves.poll_background()
         if mode == 'async' and number == ASYNC_AT:
             saves.save(iteration(number))
-        saves.save_if_asked(iteration(number))
+        saves.save_if_requested(iteration(number))
 
 
 def launch(root: Path, mode: str, method: str) -> subprocess.Popen[bytes]:

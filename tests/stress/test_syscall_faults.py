@@ -64,11 +64,11 @@ class SmallRun:
     def start_save_stop(self) -> None:
         folder = self.folder()
         with self.alone.stage('preflight'):  # like the hook
-            folder.claim()
+            folder.prepare()
         try:
             self.save(folder)
         finally:
-            folder.release()
+            folder.unlock()
 
     def dies_at(self, nth: int) -> bool:
         """Run a child that is killed at its ``nth`` call; returns whether it got that far."""
@@ -112,11 +112,11 @@ def die_at_calls(parent: Path, max_keep: int = 1, *, can_exchange: bool = True) 
             committed += before.get(NAME) == run.number + 1
             run.number += 1
             folder = run.folder()
-            folder.claim()
+            folder.prepare()
             found = check_all(parent)
             assert hidden(parent) == [] and before.get(NAME, run.number - 1) <= found[NAME] <= run.number, nth
             run.save(folder)
-            folder.release()
+            folder.unlock()
             found = check_all(parent)
             assert found[NAME] == run.number and len(found) <= max_keep, nth
             nth += STRIDE
@@ -129,12 +129,12 @@ def undeletable(parent: Path) -> tuple[list[str], list[str], dict[str, int]]:
     with fault('unlink rmdir', f'{parent}/.{NAME}', errno.EBUSY, last=EVERY):
         folder = run.folder()
         with contextlib.suppress(XhfError):
-            folder.claim()
+            folder.prepare()
         for _ in range(3):
             run.save(folder)
             assert check_all(parent) == {NAME: run.number}
     left = hidden(parent)
-    folder.release()
+    folder.unlock()
     run.start_save_stop()
     return left, hidden(parent), check_all(parent)
 

@@ -91,7 +91,7 @@ class Ways:
 
     def settle(self, folder: Path) -> None:
         """Wait for what a run does beside training: the deletion of the save that was replaced."""
-        self._target(folder).others.deletion.wait()
+        self._target(folder).siblings.deletion.wait()
 
 
 def bench_save(model: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def bench_stall(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell
     training = Training(engine)
 
     def one(way: str) -> Figures:
-        target.others.deletion.wait()
+        target.siblings.deletion.wait()
         clear(folder, sync=True)
         if way in (SYNC, ASYNC):
             saver.save(target, STEP)  # the one that is replaced

@@ -61,7 +61,7 @@ def claimed(
     saver.save(target, STEP)
     store = {'endpoint_url': url}
     uploads: Uploads = uploads_of_run(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
-    uploads.claim()
+    uploads.prepare()
 
     def is_over(within_secs: float = 0.0) -> bool:
         over = uploads.wait(within_secs)
@@ -69,7 +69,7 @@ def claimed(
             raise RuntimeError(f'not uploaded: {uploads.failed}')
         return over
 
-    yield lambda: uploads.committed(target, STEP, collective), is_over
+    yield lambda: uploads.handle_commit(target, STEP, collective), is_over
     uploads.close()
     collective.close()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from logging import LoggerAdapter
 from typing import ClassVar, TypeVar
 
-from xhf_hooks.background.listeners import Listener
+from xhf_hooks.background.background_tasks import BackgroundTask
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_save import KeptSave
+from xhf_hooks.places.pinned_save import PinnedSave
 from xhf_hooks.planning.types import Step
 
 #: How long the end of the run waits for the thread: longer than a command may take after SIGTERM.
@@ -22,26 +22,26 @@ class RunHasEnded(Exception):
 
 
 @dataclass(eq=False)
-class KeptJob:
+class SaveJob:
     """What is done with one save.
 
     Attributes:
         name: Name of its folder, such as ``hf_model``.
-        release: Called when all is done, or nothing will be; perhaps twice.
+        unpin: Called when all is done, or nothing will be; perhaps twice.
     """
 
     name: str
     step: Step
-    release: Callable[[], object] = field(repr=False)
+    unpin: Callable[[], object] = field(repr=False)
 
     def __str__(self) -> str:
         return f'{self.name}, {self.step.label}'
 
 
-AnyJob = TypeVar('AnyJob', bound=KeptJob)
+AnyJob = TypeVar('AnyJob', bound=SaveJob)
 
 
-class EachSave(Listener[AnyJob]):
+class EachSave(BackgroundTask[AnyJob]):
     """Works on committed saves. Errors are logged and never stop training.
 
     Work that has begun goes on when a newer save arrives; of the saves of one name that wait, the newest is next.
@@ -58,7 +58,7 @@ class EachSave(Listener[AnyJob]):
         self._log = log
         super().__init__()
 
-    def handle(self, job: AnyJob) -> None:
+    def process(self, job: AnyJob) -> None:
         """What is done with a save. Calls :meth:`pause` often."""
         raise NotImplementedError
 
@@ -66,18 +66,18 @@ class EachSave(Listener[AnyJob]):
         """Handle a save unless the run has ended, and tell what became of it."""
         try:
             self.pause()
-            self.handle(job)
+            self.process(job)
         except RunHasEnded:
             self._drop(job, 'training has ended')
         except Exception as error:
             self.failed.append(str(job))
             self._log.error(f'{self.what} {job} failed; training goes on: {type(error).__name__}: {error}')
-        job.release()
+        job.unpin()
 
-    def keep(self, target: CheckpointFolder, step: Step) -> KeptSave | None:
+    def pin(self, target: CheckpointFolder, step: Step) -> PinnedSave | None:
         """Keep the files of the save that was just committed, or log why they cannot be kept."""
         try:
-            return target.keep()
+            return target.pin()
         except Exception as error:  # the save itself is good
             self._log.error(f'{self.what} {target.name}, {step.label} was cancelled: {error}')
             return None
@@ -111,7 +111,7 @@ class EachSave(Listener[AnyJob]):
         if self._current is not None:
             self._drop(self._current, 'it did not stop when training ended')  # a store does not answer
 
-    def _drop(self, job: KeptJob, why: str) -> None:
+    def _drop(self, job: SaveJob, why: str) -> None:
         self.failed.append(str(job))
         self._log.warning(f'{self.what} {job} was cancelled: {why}')
-        job.release()
+        job.unpin()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from xhf_hooks.background.listeners import poll
+from xhf_hooks.background.background_tasks import poll
 
 #: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
 #: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
@@ -70,7 +70,7 @@ class ExitWait:
         """Wait until a signal that has come takes effect. Runs on: the main thread, not in a handler."""
         poll(lambda: self._pending is None or os.getpid() != self._process)
 
-    def wait_for_effect_of(self, number: int) -> None:
+    def finish_work_before(self, number: int) -> None:
         """Wait now, so that the signal can take effect at once. Runs on: the main thread, not in a handler."""
         if number in self._previous:
             self._wait_before(number)

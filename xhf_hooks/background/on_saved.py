@@ -22,11 +22,11 @@ from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.background.each_save import EachSave, KeptJob
+from xhf_hooks.background.each_save import EachSave, SaveJob
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.kept_save import KeptSave
+from xhf_hooks.places.pinned_save import PinnedSave
 from xhf_hooks.planning.types import Step
 
 LOG_NAME = 'output.log'
@@ -52,10 +52,10 @@ _OF_A_RANK = re.compile(
 
 
 @dataclass(eq=False)
-class CommandJob(KeptJob):
+class CommandJob(SaveJob):
     """A command."""
 
-    kept: KeptSave = field(repr=False)
+    pinned: PinnedSave = field(repr=False)
 
 
 class OnSaved(EachSave[CommandJob]):
@@ -83,17 +83,17 @@ class OnSaved(EachSave[CommandJob]):
         self.results: deque[tuple[Step, Mapping[str, float]]] = deque()
         super().__init__(log)
 
-    def committed(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
+    def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
         """Keep the files of the save that was just committed, and queue the command."""
-        if kept := self.keep(target, step):
-            self.add(CommandJob(target.name, step, kept.release, kept))
+        if pinned := self.pin(target, step):
+            self.add(CommandJob(target.name, step, pinned.unpin, pinned))
 
-    def handle(self, job: CommandJob) -> None:
+    def process(self, job: CommandJob) -> None:
         """Run the command, and report what became of it."""
-        began, path = time.monotonic(), job.kept.path
+        began, path = time.monotonic(), job.pinned.path
         output = path.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
-        for link in job.kept.links:  # the save's own files
+        for link in job.pinned.links:  # the save's own files
             link.chmod(link.stat().st_mode & ~0o222)
         values = {'path': path, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
         with (output / LOG_NAME).open('ab') as log:
@@ -104,7 +104,7 @@ class OnSaved(EachSave[CommandJob]):
                 self.pause(_POLL_SECS)
         finally:
             status = _end(process)
-            for changed in job.kept.changed():
+            for changed in job.pinned.changed():
                 self._log.error(
                     f'{self.what} {job} changed {changed.name} in {{path}}, which is a file of the save itself (a hard '
                     f'link), so this save is damaged; the command must copy what it changes'

@@ -1,4 +1,4 @@
-"""The thread in which saves are made beside training: a listener, whose work is the save itself."""
+"""The thread that makes saves in the background: the background task whose work is the save itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from xhf_hooks.background.listeners import Listener
+from xhf_hooks.background.background_tasks import BackgroundTask
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 
 
@@ -16,20 +16,20 @@ class SaveInFlight:
     """One save.
 
     Attributes:
-        tell: Called as soon as it has ended, with what was made or the error.
+        report_outcome: Called as soon as it has ended, with what was made or the error.
         outcome: Done once it was told.
     """
 
     step: Step
     make: Callable[[], CommittedCheckpoint]
-    tell: Callable[[CommittedCheckpoint | None, BaseException | None], object]
+    report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], object]
     outcome: Future[CommittedCheckpoint] = field(default_factory=Future)
 
     def __str__(self) -> str:
         return self.step.label
 
 
-class SavesInBackground(Listener[SaveInFlight]):
+class SavesInBackground(BackgroundTask[SaveInFlight]):
     """Makes saves. :meth:`close` does not stop one that is being made: other ranks would wait."""
 
     name, must_finish = 'a save in the background', True
@@ -42,7 +42,7 @@ class SavesInBackground(Listener[SaveInFlight]):
         except BaseException as raised:
             error = raised
         with contextlib.suppress(Exception):  # the thread goes on
-            job.tell(made, error)
+            job.report_outcome(made, error)
         if made is not None:
             job.outcome.set_result(made)
         else:

@@ -1,8 +1,8 @@
-"""Saves that a signal requests: to one rank is enough, and all ranks save at the end of the same iteration.
+"""Saves that a signal or the clock requests: on one rank is enough, and all save at the end of the same iteration.
 
-The handler sets a flag. At the end of each iteration, all ranks start an asynchronous all-reduce of their flags, one
-byte, on a gloo group of its own; they read the result one iteration later, when it has long arrived. So all ranks agree
-without waiting for each other more than training itself makes them wait.
+The handler of a signal sets a flag, and rank 0 looks at its clock. At the end of each iteration, all ranks start an
+asynchronous all-reduce of their flags, one byte, on a gloo group of its own; they read the result one iteration later,
+when it has long arrived. So all ranks agree without waiting for each other more than training itself makes them wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from logging import LoggerAdapter
 from types import FrameType
@@ -18,12 +19,12 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.system.child_processes import OutlivingChildren
+from xhf_hooks.system.child_processes import SignalProofChildren
 
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def numbers_of(signals: Sequence[str]) -> list[signal.Signals]:
+def signal_numbers(signals: Sequence[str]) -> list[signal.Signals]:
     """The signals by their names."""
     return [signal.Signals[name] for name in signals]
 
@@ -33,31 +34,37 @@ class SaveRequests:
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
     effect after the save: it ends the process or calls the user's handler. Children of multiprocessing, such as data
-    loader workers, outlive the signals (:class:`.OutlivingChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
+    loader workers, outlive the signals (:class:`.SignalProofChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
     nothing, and the others take effect at once.
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
+    Args:
+        signals: Names of the signals that request a save.
+        interval_secs: After so many seconds without a save, the clock of rank 0 requests one; None: it never does.
+
     Raises:
-        AgreedError: Training is not in the main thread. The same on all ranks.
+        AgreedError: There are signals, and training is not in the main thread. The same on all ranks.
     """
 
-    def __init__(self, log: LoggerAdapter, signals: Sequence[str]) -> None:
+    def __init__(self, log: LoggerAdapter, signals: Sequence[str], interval_secs: float | None = None) -> None:
         self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None
         self._waits = True  # whether those wait for a save
         self._before: dict[signal.Signals, Any] = {}
-        self._children: OutlivingChildren | None = None
+        self._children: SignalProofChildren | None = None
         self._answer: Callable[[], bool] | None = None  # of the all-reduce in flight
         self._ranks = Collective()  # of its own: a save in the background may be using another one
+        self._interval_secs = interval_secs if self._ranks.rank == 0 else None
+        self._clock_began = time.monotonic()
         try:
             with self._ranks.stage('preflight'):
-                if threading.current_thread() is not threading.main_thread():
+                if signals and threading.current_thread() is not threading.main_thread():
                     raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
-                numbers = numbers_of(signals)
-                self._children = OutlivingChildren(numbers)
-                if self._children.is_server_older:
+                numbers = signal_numbers(signals)
+                self._children = SignalProofChildren(numbers) if numbers else None
+                if self._children is not None and self._children.is_server_older:
                     log.warning(
                         f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the '
                         f'process group of a rank, as torchrun and terminals send it, ends that server and its data '
@@ -75,11 +82,11 @@ class SaveRequests:
         """The signal to this rank that will end the process after the save, if any."""
         return self._ending
 
-    def is_due(self, *, at_once: bool = False) -> bool:
+    def is_due(self, *, vote_now: bool = False) -> bool:
         """Whether all ranks save now. Runs on: all ranks, at the end of each iteration.
 
         Args:
-            at_once: Wait until all ranks are here, so that requests up to now count: at the end of a validation, whose
+            vote_now: Wait until all ranks are here, so that requests up to now count: at the end of a validation, whose
                 save has the weights of the last iteration, and of training, when there is no next iteration.
 
         Raises:
@@ -89,15 +96,20 @@ class SaveRequests:
         if not self._ranks.is_connected:
             return False
         is_due = answer is not None and answer()
-        if at_once and not is_due:
+        if vote_now and not is_due:
             is_due = self._ask()()
         if is_due:
             self._asked = None
-        if not at_once:
+            self.restart_clock()  # before it is read again below
+        if not vote_now:
             self._answer = self._ask()
         return is_due
 
-    def connect_again(self, collective: Collective) -> bool:
+    def restart_clock(self) -> None:
+        """Count the time without a save from now on."""
+        self._clock_began = time.monotonic()
+
+    def ensure_connected(self, collective: Collective) -> bool:
         """Connect again if the connections of a rank have broken; returns whether they had. Runs on: all ranks.
 
         Args:
@@ -109,7 +121,7 @@ class SaveRequests:
         if not collective.any(not self._ranks.is_connected, 'save_on_signal'):
             return False
         self._answer = None
-        self._ranks.connect_again()
+        self._ranks.reconnect()
         return True
 
     def end_process(self) -> None:
@@ -138,7 +150,11 @@ class SaveRequests:
         asked = self._asked
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')
-        return self._ranks.start_any(asked is not None, 'save_on_signal')
+        return self._ranks.start_any(asked is not None or self._is_clock_due, 'save_on_signal')
+
+    @property
+    def _is_clock_due(self) -> bool:
+        return self._interval_secs is not None and time.monotonic() - self._clock_began >= self._interval_secs
 
     def _handle(self, given: int, frame: FrameType | None) -> None:
         number = signal.Signals(given)

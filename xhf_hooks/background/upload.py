@@ -10,14 +10,14 @@ from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.background.each_save import EachSave, KeptJob
+from xhf_hooks.background.each_save import EachSave, SaveJob
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import Manifest, parse_manifest
+from xhf_hooks.places.access import all_ranks_see
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import all_ranks_see
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
 from xhf_hooks.planning.types import Step
 
@@ -26,7 +26,7 @@ _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
 
 
 @dataclass(eq=False)
-class UploadJob(KeptJob):
+class UploadJob(SaveJob):
     """What this rank does for the upload of one save.
 
     Attributes:
@@ -69,7 +69,7 @@ class Uploads(EachSave[UploadJob]):
         self._is_sending = False  # on other ranks than rank 0
         super().__init__(log)
 
-    def claim(self) -> None:
+    def prepare(self) -> None:
         """Check before training that uploads will work.
 
         Raises:
@@ -86,7 +86,7 @@ class Uploads(EachSave[UploadJob]):
         destination = self._destinations[name]
         return destination.newest_manifest(), f'{destination.url}/{name}'
 
-    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+    def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save.
 
         Raises:
@@ -95,11 +95,11 @@ class Uploads(EachSave[UploadJob]):
         with contextlib.ExitStack() as undo:
 
             def offer() -> tuple[str, str] | None:
-                kept = self.keep(target, step)
-                if kept is None:
+                pinned = self.pin(target, step)
+                if pinned is None:
                     return None
-                undo.callback(kept.release)
-                return kept.path.name, self._destinations[target.name].run
+                undo.callback(pinned.unpin)
+                return pinned.path.name, self._destinations[target.name].run
 
             offered = collective.from_rank0('upload', offer)
             release = undo.pop_all().close  # on other ranks than rank 0, there is nothing to release
@@ -110,7 +110,7 @@ class Uploads(EachSave[UploadJob]):
             # Other ranks do what the pointer says
             self.add(UploadJob(target.name, step, release, self._number, folder, run), replaces=self._rank == 0)
 
-    def handle(self, job: UploadJob) -> None:
+    def process(self, job: UploadJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
         if self._rank != 0:
             with contextlib.suppress(XhfError, OSError):  # such as the files of a save that rank 0 has skipped
@@ -132,7 +132,7 @@ class Uploads(EachSave[UploadJob]):
             self._log.warning(f'not uploaded: {"; ".join(self.failed)}')
         if self._rank == 0 and not self._thread.is_alive():
             for destination in self._destinations.values():
-                destination.release()
+                destination.clean_at_end()
 
     def left(self) -> list[str]:
         """The saves on which work is left. Rank 0 may never begin what other ranks wait for."""
@@ -179,7 +179,7 @@ class Uploads(EachSave[UploadJob]):
                 return pointer
         return None
 
-    def _drop(self, job: KeptJob, why: str) -> None:
+    def _drop(self, job: SaveJob, why: str) -> None:
         if self._rank == 0:  # which tells it for all
             super()._drop(job, why)
 
@@ -205,19 +205,21 @@ def uploads_of_run(
     finals: Sequence[Path],
     collective: Collective,
     log: LoggerAdapter,
+    *,
+    keep_every: int | None = None,
 ) -> Uploads:
     """The uploads to a URL. Runs on: all ranks.
 
     Args:
         max_keep: How many uploaded saves to keep of those that are not the best.
         finals: The folders of saves; the first is that of the newest save.
+        keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
         AgreedError: Rank 0 cannot write into the folder.
     """
-    destinations = {
-        final.name: StoredSaves(url, final.name, max_keep if final == finals[0] else 1, backend_args, log.warning)
-        for final in finals
-    }
+    newest, *others = (final.name for final in finals)
+    destinations = {newest: StoredSaves(url, newest, max_keep, backend_args, log.warning, keep_every=keep_every)}
+    destinations |= {name: StoredSaves(url, name, 1, backend_args, log.warning) for name in others}
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

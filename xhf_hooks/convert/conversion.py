@@ -256,7 +256,7 @@ class Conversion:
         tokenizer, eos_token_ids, notes = self._find_tokenizer()
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
         bases = [*base_dirs_of(self._meta_model.module), *filter(None, [options.base])]
-        target.claim(bases, may_replace=overwrite, remedy=', or add --overwrite')
+        target.prepare(bases, may_replace=overwrite, remedy=', or add --overwrite')
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()
@@ -266,11 +266,11 @@ class Conversion:
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
             with naming(target.path):
-                save = WrittenSave(plan, tensors, self.step, self._facts())
+                save = WrittenSave(plan, tensors, self.step, self._manifest_fields())
                 target.commit(save, 'full' if options.verify else 'sizes')
         finally:  # including signals
             target.abort()
-            target.release()
+            target.unlock()
         seconds = time.perf_counter() - started
         cost = SaveCost(plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
@@ -307,10 +307,11 @@ class Conversion:
             trust_remote_code=self._options.trust_remote_code,
         )
 
-    def _facts(self) -> dict[str, Any]:
+    def _manifest_fields(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""
-        facts = {'dtype': self._options.dtype or 'as trained', **self._checkpoint.facts, 'weights': self._weights}
-        return {**facts, 'widened_tensors': self._widened} if self._widened else facts
+        dtype = self._options.dtype or 'as trained'
+        fields = {'dtype': dtype, **self._checkpoint.manifest_fields, 'weights': self._weights}
+        return {**fields, 'widened_tensors': self._widened} if self._widened else fields
 
 
 def _by_name(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
@@ -334,12 +335,12 @@ def _reward_token_id(module: nn.Module, config: RunConfig | None) -> int | None:
 
 def describe_checkpoint(source: CheckpointSource) -> list[str]:
     """What a checkpoint holds, and what its files cannot prove, as text."""
-    specs, facts = source.specs(), source.facts
+    specs, fields = source.specs(), source.manifest_fields
     iteration = 'unknown' if source.iteration is None else source.iteration
     held = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]
-    held += [f'the {facts["weights"]} weights'] if source.averages else []
+    held += [f'the {fields["weights"]} weights'] if source.averages else []
     return [
-        f'found {source.found.path}: {facts["layout"]}, {engine_text(facts)}, iteration {iteration}, '
+        f'found {source.found.path}: {fields["layout"]}, {engine_text(fields)}, iteration {iteration}, '
         f'{counted(len(specs), "tensor")} ({", ".join(held)}), {size_text(source.found.nbytes)}',
         *source.unproven,
     ]
@@ -351,7 +352,7 @@ def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: 
     Raises:
         OptionError: Live weights are requested, but the checkpoint has none.
     """
-    weights = checkpoint.facts['weights']
+    weights = checkpoint.manifest_fields['weights']
     if checkpoint.averages or config is None or not config.averages:
         return weights, []
     if checkpoint.found.layout == 'file' and not config.uses_deepspeed:  # published without resume state

@@ -34,8 +34,8 @@ def error_text(error: BaseException, most: int = 200) -> str:
     return ' '.join(f'{type(error).__name__}: {error}'.split())[:most]
 
 
-def engine_text(facts: Mapping[str, Any]) -> str:
+def engine_text(manifest_fields: Mapping[str, Any]) -> str:
     """The engine that wrote a save or a checkpoint, such as ``'deepspeed ZeRO-3, 8 ranks'``."""
-    stage, n_ranks = facts.get('zero_stage'), facts.get('world_size')
-    engine = str(facts.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
+    stage, n_ranks = manifest_fields.get('zero_stage'), manifest_fields.get('world_size')
+    engine = str(manifest_fields.get('engine')) + ('' if stage is None else f' ZeRO-{stage}')
     return engine if n_ranks is None else f'{engine}, {counted(n_ranks, "rank")}'

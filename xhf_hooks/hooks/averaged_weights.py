@@ -59,4 +59,9 @@ def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, em
             'the live ones'
         )
     # The averaged weights have no fp32 masters, even if the engine has some
-    return replace(unwrapped, root=averaged.module, facts={**unwrapped.facts, 'weights': 'averaged'}, engine=None)
+    return replace(
+        unwrapped,
+        root=averaged.module,
+        manifest_fields={**unwrapped.manifest_fields, 'weights': 'averaged'},
+        engine=None,
+    )

@@ -133,7 +133,7 @@ class BestMetric(CheckpointHook):
         """Record the score of a committed save."""
         hub.update_info(_score_key(metric), score)
 
-    def facts(self, metric: str, score: float) -> dict[str, Any]:
+    def manifest_fields(self, metric: str, score: float) -> dict[str, Any]:
         """What the manifest of a save records about its score; NaN and infinity as text."""
         number = float(score)
         written = number if math.isfinite(number) else str(number)

@@ -12,7 +12,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.registry import MODEL_WRAPPERS
 
-from xhf_hooks.background.save_on_signal import numbers_of
+from xhf_hooks.background.save_on_signal import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.exporters.xtuner.reward import has_head
@@ -26,7 +26,7 @@ from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
-from xhf_hooks.system.child_processes import OutlivingChildren
+from xhf_hooks.system.child_processes import SignalProofChildren
 
 
 @explains(HookOptions)
@@ -50,7 +50,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._best = self._best_metric()
         self._has_compared = False
         # MMEngine builds this hook before an IterBasedTrainLoop, which starts its data loader workers when it is built
-        self._children = OutlivingChildren(numbers_of(self.save_on_signal)) if self.save_on_signal else None
+        self._children = SignalProofChildren(signal_numbers(self.save_on_signal)) if self.save_on_signal else None
 
     def before_train(self, runner: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -61,12 +61,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
-        _tell_namesakes(runner, log)
+        _warn_about_hooks_of_this_name(runner, log)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         lacks_scores = self.save_best is not None and not validates(runner)
         self._best = None if lacks_scores else self._best_metric()
         self._has_compared = False
-        saves_anyway = self.save_last or self._best is not None or bool(self.save_on_signal)
+        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
+        saves_anyway = self.save_last or self._best is not None or is_asked
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):
@@ -99,11 +100,11 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         step = Step('iter', runner.iter + 1, runner.iter + 1)
-        self.saves.look()
+        self.saves.poll_background()
         schedule = self._schedule
         if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
             self.saves.save(step)
-        self.saves.save_if_asked(step)
+        self.saves.save_if_requested(step)
 
     def after_train_epoch(self, runner: Any) -> None:
         schedule = self._schedule
@@ -115,7 +116,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             return
         if self._best is not None:
             self._save_if_best(self._best, runner, metrics or {})
-        self.saves.save_if_asked(Step('iter', runner.iter, runner.iter), at_once=True)
+        self.saves.save_if_requested(Step('iter', runner.iter, runner.iter), vote_now=True)
 
     def after_train(self, runner: Any) -> None:
         try:
@@ -142,25 +143,26 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
                 return []
             improved = best.improved(metrics, runner.message_hub, saves.log.warning)
             return [
-                (metric, score, best.suffix(metric), best.facts(metric, score)) for metric, score in improved.items()
+                (metric, score, best.suffix(metric), best.manifest_fields(metric, score))
+                for metric, score in improved.items()
             ]
 
-        if saves.must_tell_after:
-            saves.collect()  # whether the last best save succeeded decides what the best score is
+        if saves.has_pending_callback:
+            saves.wait_for_background_save()  # whether the last best save succeeded decides what the best score is
         try:
             with saves.collective.stage('comparing scores'):
-                saves.meet()
+                saves.ensure_connected()
             improved = saves.collective.from_rank0('comparing scores', compare)
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:
                 raise
-            saves.handle(error, 'comparing scores')
+            saves.raise_or_log(error, 'comparing scores')
             return
         self._has_compared = True
-        for metric, score, suffix, facts in improved:
+        for metric, score, suffix, manifest_fields in improved:
             step = Step('iter', runner.iter, runner.iter)
             remember = partial(self._remember, best, runner, metric, score)
-            saves.save(step, saves.others[suffix], after=remember, facts=facts)
+            saves.save(step, saves.extra_targets[suffix], after=remember, manifest_fields=manifest_fields)
 
     def _remember(self, best: BestMetric, runner: Any, metric: str, score: float) -> None:
         """Record the score of a committed best save."""
@@ -173,7 +175,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         try:
             with saves.collective.stage('preflight'):
                 if saves.collective.rank == 0:
-                    earlier = [BestSave.described_by(*found) for found in saves.manifests_of_others()]
+                    earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
                     earlier += best_of_earlier_runs(hub)
                     for line in best.begin(saves.newest.path, earlier, hub):
                         saves.log.info(line)
@@ -195,7 +197,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
 register_hook('HFCheckpointHook', HFCheckpointHook)  # in place of the function that imports this module when called
 
 
-def _tell_namesakes(runner: Any, log: RunLog) -> None:
+def _warn_about_hooks_of_this_name(runner: Any, log: RunLog) -> None:
     """Warn of other hooks with this name, such as XTuner's, which would run beside this one."""
     for kind in map(type, runner.hooks):
         if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):

@@ -24,6 +24,7 @@ def save_hf(
     tokenizer: Any = None,
     step: int | None = None,
     max_keep_ckpts: int = 1,
+    keep_every: int | None = None,
     module: str | None = None,
     lora: LoraMode | None = None,
     llava_format: LlavaFormat | None = None,
@@ -59,6 +60,7 @@ def save_hf(
         step=step,
         tokenizer=tokenizer,
         max_keep_ckpts=max_keep_ckpts,
+        keep_every=keep_every,
         module=module,
         lora=lora,
         llava_format=llava_format,
@@ -77,7 +79,7 @@ def save_hf(
         saves = CheckpointManager(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
-        saves.newest.is_of_calls = True
+        saves.newest.is_for_save_hf = True
         try:
             saves.save(Step('iter', number, number), call_began=began)
         finally:

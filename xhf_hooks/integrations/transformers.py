@@ -79,15 +79,15 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.saves.look()
+        self.saves.poll_background()
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(args, state, control)
-        self.saves.save_if_asked(_step(state))
+        self.saves.save_if_requested(_step(state))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
-            self._saves.save_if_asked(_step(state), at_once=True)
+            self._saves.save_if_requested(_step(state), vote_now=True)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
@@ -99,7 +99,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            self.saves.finish(_step(state), loaded=_loaded_step(args, state))
+            self.saves.finish(_step(state), reloaded_step=_loaded_step(args, state))
         finally:
             self.close()
 
@@ -112,7 +112,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps
         is_late = self.save_strategy == 'steps' and every > state.max_steps
-        if (is_late or self._when(args, state) is None) and not self.save_last and not self.save_on_signal:
+        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
+        if (is_late or self._when(args, state) is None) and not self.save_last and not is_asked:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
             raise OptionError('save_strategy', expected, self.save_strategy)
         if is_late:
@@ -177,5 +178,5 @@ def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:
     plugin = getattr(args, 'deepspeed_plugin', None)
     if plugin is None:
         return found
-    facts = {'engine': 'deepspeed', 'zero_stage': plugin.zero_stage}
-    return Unwrapped(found.model, found.root, facts, engine=optimizer)
+    manifest_fields = {'engine': 'deepspeed', 'zero_stage': plugin.zero_stage}
+    return Unwrapped(found.model, found.root, manifest_fields, engine=optimizer)

@@ -42,7 +42,7 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, fina
         'step': {'unit': step.unit, 'number': step.number},
         'iteration': step.iteration,
         'packages': package_versions(),
-        **save.facts,
+        **save.manifest_fields,
         'commit': {'number': number, 'run': run, 'name': final_name},
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
@@ -117,14 +117,14 @@ class Manifest:
     step: Step
     number: int
     name: str
-    facts: dict[str, Any] = field(repr=False)
+    manifest_fields: dict[str, Any] = field(repr=False)
 
     def is_later(self, other: Manifest) -> bool:
         """Whether it was committed later, under the same final name."""
         return (self.number, self.step.iteration) > (other.number, other.step.iteration)
 
 
-def read_commit(folder: Path) -> Manifest | None:
+def read_manifest_or_none(folder: Path) -> Manifest | None:
     """The manifest of a folder that this package has committed; None for any other folder."""
     try:
         return read_manifest(folder)

@@ -26,6 +26,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
@@ -33,11 +34,12 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_commit, read_manifest
+from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_manifest_or_none
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
-from xhf_hooks.places.kept_save import KeptSave, keep_save
 from xhf_hooks.places.lock import RunLock
-from xhf_hooks.places.other_folders import OtherFolders
+from xhf_hooks.places.pinned_save import PinnedSave, pin_save
+from xhf_hooks.places.retention import Retention
+from xhf_hooks.places.sibling_folders import SiblingFolders
 from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.types import Step
 
@@ -50,13 +52,13 @@ class CheckpointFolder:
 
     Rank 0 calls all methods, except that every rank calls :meth:`abort`. In this order:
 
-    - before training :meth:`claim`, after which no other run can use the folder;
+    - before training :meth:`prepare`, after which no other run can use the folder;
     - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_room`; then all ranks write into
       it, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`,
       which gives it the name of the newest save, and only then has older ones deleted in the background; and
       :meth:`abort`, however it ended;
     - after a commit and before the next one :meth:`keep`, for readers that need the save longer;
-    - at the end :meth:`release`.
+    - at the end :meth:`unlock`.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
     folder is changed, the server is asked what its name refers to (:func:`.look_up`).
@@ -64,14 +66,16 @@ class CheckpointFolder:
     Args:
         path: Of the newest committed save. Two targets with the same one are the same.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
+        keep_every: As in :class:`.Retention`.
         elsewhere: How the user chooses another folder, for messages.
         warn: Called with what the user should know.
 
     Attributes:
         staging: The folder that is being filled; None when there is none.
-        lock: Held from :meth:`claim` to :meth:`release`.
-        is_of_calls: Whether each save is a call of its own, and a loop of calls is one run. Then a commit waits until
-            older saves are deleted, and :meth:`release` keeps other processes out until this one ends.
+        lock: Held from :meth:`prepare` to :meth:`unlock`.
+        is_for_save_hf: Made by ``save_hf``, where each save is a separate call and a loop of calls is one run. Then a
+            commit waits until older saves are deleted, and :meth:`unlock` keeps other processes out until this one
+            ends.
     """
 
     def __init__(
@@ -79,26 +83,27 @@ class CheckpointFolder:
         path: Path,
         max_keep: int,
         *,
+        keep_every: int | None = None,
         elsewhere: str = 'set out_dir to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
         self.path, self.name = path, path.name
-        self.max_keep = max_keep
+        self.retention = Retention(max_keep, keep_every)
         self.elsewhere, self._warn = elsewhere, warn
         self.lock = RunLock(path)
-        self.is_of_calls = False
-        self.others = OtherFolders(path, warn)
+        self.is_for_save_hf = False
+        self.siblings = SiblingFolders(path, warn)
         self.staging: Path | None = None
         self._staged_inode = 0
         self._run = uuid.uuid4().hex
         self._number: int | None = None  # of the last commit; read at the first
         self._committed = path  # the last commit; has another name if something else has that of the newest save
 
-    def beside(self, suffix: str) -> CheckpointFolder:
+    def sibling(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
-    def claim(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
+    def prepare(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
 
         Args:
@@ -121,13 +126,13 @@ class CheckpointFolder:
                     f'{self.elsewhere} another folder{remedy}'
                 )
         except BaseException:
-            self.release()
+            self.unlock()
             raise
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """End the claim, so that another run can use the folder, once nothing is being deleted there."""
-        self.others.deletion.wait()
-        if self.is_of_calls:
+        self.siblings.deletion.wait()
+        if self.is_for_save_hf:
             self.lock.keep_until_exit()
         else:
             self.lock.release()
@@ -141,7 +146,7 @@ class CheckpointFolder:
 
         First waits until what the last commit deletes is gone, and its disk space free.
         """
-        self.others.deletion.wait()
+        self.siblings.deletion.wait()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._clean_up('discarded')  # after a save that failed, or could not clean up
         self.staging = new_name(self.path, 'staging')
@@ -157,7 +162,7 @@ class CheckpointFolder:
         """
         free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
-            fewer = ', or keep fewer with max_keep_ckpts' if self.max_keep > 1 else ''
+            fewer = ', or keep fewer with max_keep_ckpts' if self.retention.max_keep > 1 else ''
             raise TargetError(
                 f'{self.path.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'
@@ -193,8 +198,8 @@ class CheckpointFolder:
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
         self._publish(staging, save.step)
-        if self.is_of_calls:  # what comes after a call may delete the folder, or end the process
-            self.others.deletion.wait()
+        if self.is_for_save_hf:  # what comes after a call may delete the folder, or end the process
+            self.siblings.deletion.wait()
         return self._committed
 
     def abort(self) -> None:
@@ -206,12 +211,12 @@ class CheckpointFolder:
                     (staging / MANIFEST_NAME).unlink(missing_ok=True)  # a half-deleted folder must not look like a save
                     shutil.rmtree(staging, ignore_errors=True)
 
-    def keep(self) -> KeptSave:
+    def pin(self) -> PinnedSave:
         """Keep the save that was just committed for readers. No save may be committed meanwhile."""
-        return keep_save(self._committed, self.others)
+        return pin_save(self._committed, self.siblings)
 
     def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save; None if there is none. To be called after :meth:`claim`."""
+        """The manifest of the newest save; None if there is none. To be called after :meth:`prepare`."""
         path = self.path / MANIFEST_NAME
         return path.read_bytes() if path.is_file() else None
 
@@ -229,7 +234,7 @@ class CheckpointFolder:
                 f'{self.path} is in use by {self.lock.holder or "another run"}; {self.elsewhere} another. If that '
                 f'host is dead and the file system has kept its lock, remove {self.lock.path}'
             )
-        if self.lock.holder and not self.lock.is_seen:
+        if self.lock.holder and not self.lock.works_across_hosts:
             self._warn(
                 f"{self.path}: hosts do not see each other's locks here, and {self.lock.holder} has saved there and "
                 f'not ended well; if it is still running, stop one of the two runs'
@@ -257,16 +262,16 @@ class CheckpointFolder:
         try:
             if not stat.S_ISDIR(found.st_mode):
                 what = 'is not a folder'
-            elif (commit := read_commit(self.path)) is None and any(self.path.iterdir()):
+            elif (commit := read_manifest_or_none(self.path)) is None and any(self.path.iterdir()):
                 what = 'holds files that this package did not write'
         except OSError as error:
             what = f'cannot be read ({error})'
         return commit, what
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
-        self.others.guard(bases)
-        for folder in (self.path, *self.others.older(), *self.others.find(*TEMPORARY)):
-            if self.others.is_base(folder):
+        self.siblings.guard(bases)
+        for folder in (self.path, *self.siblings.older(), *self.siblings.find(*TEMPORARY)):
+            if self.siblings.is_base(folder):
                 raise TargetError(
                     f'{folder} is the base model that this run starts from, or holds it, and saves to {self.path} '
                     f'would replace or delete it; {self.elsewhere} another folder'
@@ -274,45 +279,46 @@ class CheckpointFolder:
 
     def _clean_up(self, *unneeded: str) -> None:
         """Give complete saves a name, delete partial ones, and delete temporary folders of these kinds."""
-        going_on = self.others.going_on
+        going_on = self.siblings.going_on
         with going_on(f'{self.path.parent}: leftovers of earlier saves could not be cleaned up'):
-            for left in self.others.find('previous', 'staging'):
+            for left in self.siblings.find('previous', 'staging'):
                 with going_on(f'{left}, which an earlier save left, could not be cleaned up'):
                     self._recover_save(left)
-            for left in self.others.find(*unneeded):
+            for left in self.siblings.find(*unneeded):
                 with going_on(f'{left}, which is no longer needed, could not be deleted'):
-                    self.others.remove(left)
+                    self.siblings.remove(left)
 
     def _recover_save(self, left: Path) -> None:
         look_up(left)
         saved = read_manifest(left)
         if saved is None:
-            self.others.remove(left)
+            self.siblings.remove(left)
             return
         look_up(self.path)
-        newest = read_commit(self.path)
+        newest = read_manifest_or_none(self.path)
         if newest is None:
             os.rename(left, self.path)
-        elif saved.is_later(newest) and not self.others.is_base(self.path):
-            self.others.add_older(self._replace_newest(left), newest)
+        elif saved.is_later(newest) and not self.siblings.is_base(self.path):
+            self.siblings.add_older(self._replace_newest(left), newest)
         else:
-            self.others.add_older(left, saved)
+            self.siblings.add_older(left, saved)
 
     def _next_number(self) -> int:
         """A number above those of all saves here: somebody may have made an older one the newest."""
         if self._number is None:
-            self._number = max((saved.number for saved in self.others.older().values()), default=0)
+            self._number = max((saved.number for saved in self.siblings.older().values()), default=0)
         newest, _ = self._look_at_newest()
         self._number = 1 + max(self._number, newest.number if newest else 0)
         return self._number
 
     def _publish(self, staging: Path, step: Step) -> None:
         _, foreign = self._look_at_newest()
-        replaced, max_keep, self._committed = None, self.max_keep, self.path
+        replaced, retention, self._committed = None, self.retention, self.path
         if foreign:  # for example, somebody has removed the manifest; a finished save is not thrown away for that
             self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
             os.rename(staging, self._committed)
-            max_keep += 1 if max_keep != -1 else 0  # there is no newest one besides
+            if retention.max_keep != -1:  # there is no newest one besides
+                retention = replace(retention, max_keep=retention.max_keep + 1)
             self._warn(
                 f'{self.path} {foreign}, so it stays, and the save of {step.label} is {self._committed}; move '
                 f'{self.name} away, and the next save gets its name'
@@ -322,9 +328,9 @@ class CheckpointFolder:
         else:
             os.rename(staging, self.path)
         self.staging = None  # that name may be the old save's
-        with self.others.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
+        with self.siblings.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
             fsync(self.path.parent)  # before anything is deleted
-            self.others.retain(replaced, step, max_keep)
+            self.siblings.retain(replaced, step, retention)
 
     def _replace_newest(self, new: Path) -> Path:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.
@@ -332,7 +338,7 @@ class CheckpointFolder:
         Raises:
             OSError, TargetError: It could not be done; the message says if the old folder does not have its name.
         """
-        self.others.require_no_base(self.path)
+        self.siblings.require_no_base(self.path)
         if exchange(new, self.path):
             return new
         previous = new_name(self.path, 'previous')

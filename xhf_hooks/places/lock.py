@@ -29,7 +29,7 @@ class RunLock:
     The kernel releases it when the process ends. The file says who holds it.
 
     Attributes:
-        is_seen: Whether other hosts see the lock. Where they do not, it is not held against anybody.
+        works_across_hosts: Whether other hosts see the lock. Where they do not, it is not held against anybody.
         holder: Who else has signed the file: holds the lock, or was killed.
     """
 
@@ -37,7 +37,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder.with_name(f'.{folder.name}.lock')
-        self.is_seen = True
+        self.works_across_hosts = True
         self.holder = ''
         self._fd: int | None = None
         self._pid = 0
@@ -75,7 +75,7 @@ class RunLock:
         if not is_of_this_process or found is None or found.st_ino != os.fstat(kept._fd or 0).st_ino:
             kept.release()
             return False
-        self._fd, self._pid, self.is_seen, self.holder = kept._fd, kept._pid, kept.is_seen, ''
+        self._fd, self._pid, self.works_across_hosts, self.holder = kept._fd, kept._pid, kept.works_across_hosts, ''
         kept._fd = None
         _close_in_children(self)
         return True
@@ -115,13 +115,13 @@ class RunLock:
         """Returns False if another process holds it, or has removed the file meanwhile."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.is_seen = not _locks_are_local(fd)
+            self.works_across_hosts = not _locks_are_local(fd)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
-            self.is_seen = False
+            self.works_across_hosts = False
         found = look_up(self.path)
         return found is not None and found.st_ino == os.fstat(fd).st_ino
 

@@ -42,6 +42,7 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.system.files import naming
 
 T = TypeVar('T')
@@ -152,6 +153,7 @@ class StoredSaves:
         name: A name such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         warn: Called at once when a request fails, and with what was found that is not ours.
+        keep_every: As in :class:`.Retention`.
 
     Raises:
         StoreError: Every method raises it if a request fails or, once the place is claimed, another run has taken it.
@@ -164,12 +166,15 @@ class StoredSaves:
         max_keep: int,
         options: Mapping[str, Any] | None = None,
         warn: Callable[[str], object] = lambda said: None,
+        *,
+        keep_every: int | None = None,
     ) -> None:
         self.url = url
         self.name = name
-        self.max_keep = max_keep
+        self.retention = Retention(max_keep, keep_every)
         self.run = uuid.uuid4().hex
         self._options, self._warn = options, warn
+        self._iterations: dict[str, int] = {}  # of saves, by prefix
         self._pointer = Pointer()  # as last read or written
         self._has_published = False
         self._taken: set[str] = set()  # not used again: an earlier run may still be writing there
@@ -265,13 +270,14 @@ class StoredSaves:
             found = self._current()
             self._write(replace(found, unfinished={p: names for p, names in found.unfinished.items() if p not in due}))
 
-    def release(self) -> None:
+    def clean_at_end(self) -> None:
         """At the end of the run, :meth:`clean`. Never raises: the next run deletes the rest."""
         with contextlib.suppress(StoreError):
             self.clean()
 
     def _without_outdated(self, pointer: Pointer) -> Pointer:
-        old = [] if self.max_keep == -1 else pointer.saves[: -self.max_keep]
+        saved = [(prefix, self._iteration_of(prefix)) for prefix in reversed(pointer.saves)]
+        old = self.retention.superfluous(saved)
         files = {save: self._files_of(save) for save in old}
         saves = tuple(save for save in pointer.saves if save not in old)
         return replace(pointer, saves=saves, unfinished={**pointer.unfinished, **files})
@@ -282,6 +288,17 @@ class StoredSaves:
         with contextlib.suppress(DamagedError):
             return [*parse_manifest(manifest or b'', prefix).files, MANIFEST_NAME]
         return []
+
+    def _iteration_of(self, prefix: str) -> int:
+        """The number of iterations of a save; 0, of which none is kept for good, if its manifest is not there."""
+        if self.retention.keep_every is None:
+            return 0
+        if prefix not in self._iterations:
+            manifest = self.store.get(f'{prefix}/{MANIFEST_NAME}')
+            self._iterations[prefix] = 0
+            with contextlib.suppress(DamagedError):
+                self._iterations[prefix] = parse_manifest(manifest or b'', prefix).step.iteration
+        return self._iterations[prefix]
 
     def _require_claim(self) -> None:
         """Look whether another run has taken the place."""

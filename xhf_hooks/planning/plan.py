@@ -78,4 +78,4 @@ class WrittenSave:
     plan: SavePlan
     tensors: Sequence[WrittenTensor]
     step: Step
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    manifest_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def make_plan(
     strategy: WriteStrategy = WriteStrategy.GATHER,
     world_size: int = 1,
     spread: Mapping[str, Spread] | None = None,
-    share_copies: bool = False,
+    share_replicas: bool = False,
     round_nbytes: int = 1,
 ) -> SavePlan:
     """Decide every file, offset, round and bucket of a save.
@@ -50,7 +50,7 @@ def make_plan(
             the file sets hold different models.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
-        share_copies: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
+        share_replicas: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
             copy and nothing is sent.
         round_nbytes: Most bytes that an owner receives in one round.
 
@@ -89,7 +89,7 @@ def make_plan(
     owner_of = _choose_owners(to_own, files, n_writers, share_files=strategy.in_place)
     copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
-    if not share_copies:
+    if not share_replicas:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
     buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)

@@ -16,13 +16,13 @@ class Axis:
 
     Attributes:
         each: Number of elements in each of the ``size`` parts.
-        holds_copies: Every rank along it holds all the parts, and writes or sends one of them.
+        holds_replicas: Every rank along it holds all the parts, and writes or sends one of them.
     """
 
     stride: int
     size: int
     each: int
-    holds_copies: bool = False
+    holds_replicas: bool = False
 
     def place_of(self, rank: int) -> int:
         return rank // self.stride % self.size
@@ -44,11 +44,11 @@ class Spread:
     axes: tuple[Axis, ...]
     skipped: int = 0
 
-    def held_by(self, rank: int, *, with_copies: bool = False) -> range:
+    def held_by(self, rank: int, *, with_replicas: bool = False) -> range:
         """The elements of the tensor that a rank writes or sends, or all that it holds."""
         start, end = -self.skipped, self.numel
         for axis in self.axes:
-            if not (with_copies and axis.holds_copies):
+            if not (with_replicas and axis.holds_replicas):
                 start += axis.place_of(rank) * axis.each
                 end = min(end, start + axis.each)
         start = min(max(0, start), self.numel)
@@ -59,7 +59,7 @@ class Spread:
         """The ranks that hold any elements, and possibly some that do not."""
         if not self.numel:
             return range(0)
-        if len(self.axes) != 1 or self.axes[0].holds_copies:
+        if len(self.axes) != 1 or self.axes[0].holds_replicas:
             return range(math.prod(axis.size for axis in self.axes))
         each = self.axes[0].each
         return range(self.skipped // each, -(-(self.skipped + self.numel) // each))
@@ -67,12 +67,12 @@ class Spread:
     @property
     def copied(self) -> tuple[tuple[int, int], ...]:
         """Stride and size of the axes along which ranks hold copies."""
-        return tuple((axis.stride, axis.size) for axis in self.axes if axis.holds_copies)
+        return tuple((axis.stride, axis.size) for axis in self.axes if axis.holds_replicas)
 
     @property
     def on_every_rank(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return all(axis.holds_copies for axis in self.axes)
+        return all(axis.holds_replicas for axis in self.axes)
 
     def first_holder(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
@@ -115,7 +115,7 @@ def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: 
     for end, start in gaps:
         if start > end:
             each = -(-each // (start // end))
-            axes.append(Axis(end, start // end, each, holds_copies=True))
+            axes.append(Axis(end, start // end, each, holds_replicas=True))
     return Spread(numel, tuple(axes), skipped)
 
 

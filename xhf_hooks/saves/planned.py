@@ -41,7 +41,7 @@ class Planned:
     expected_extra_nbytes: int
 
 
-def half_bucket_nbytes(options: SaveOptions) -> int:
+def write_buffer_nbytes(options: SaveOptions) -> int:
     """How much is gathered while as much is written."""
     return max(1, parse_size(options.bucket_size) // 2)
 
@@ -54,18 +54,18 @@ def plan_saves(
     collective: Collective,
     log: RunLog,
     *,
-    share_copies: bool,
+    share_replicas: bool,
 ) -> Planned:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
 
     Args:
-        share_copies: As in :func:`.make_plan`.
+        share_replicas: As in :func:`.make_plan`.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
         RanksDifferError: Ranks hold different models.
     """
-    half_nbytes = half_bucket_nbytes(options)
+    half_nbytes = write_buffer_nbytes(options)
     with collective.stage('plan'):
         exporter = exporter_for(
             unwrapped.model,
@@ -99,7 +99,7 @@ def plan_saves(
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            share_copies=share_copies,
+            share_replicas=share_replicas,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')

@@ -10,8 +10,8 @@ from xhf_hooks.background.upload import Uploads
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
+from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import claim_targets
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import table
 
@@ -43,12 +43,12 @@ def preflight(
     collective, log = saver.collective, saver.log
     with collective.stage('preflight'):
         if collective.rank == 0:
-            claim_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep, may_replace=may_replace)
+            prepare_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep, may_replace=may_replace)
             _find_tokenizer(saver, tokenizer, finish_tokenizer)
-            for warning in saver.rehearse(targets[0]):
+            for warning in saver.write_assets_on_trial(targets[0]):
                 log.warn_before_training(warning)
         if uploads is not None:
-            uploads.claim()
+            uploads.prepare()
     if saver.in_background:
         with collective.stage('preflight'):
             reserved_nbytes = saver.reserve_snapshot()
@@ -97,6 +97,8 @@ def occasions_of(
 ) -> list[str]:
     """Everything that triggers a save, for the log."""
     found = [] if schedule is None else [schedule]
+    if options.interval_minutes is not None:
+        found.append(f'{options.interval_minutes:g} minutes after the last save')
     if options.save_last:
         found.append('at the end of training')
     found += [f'at a new best score ({target.name})' for target in others.values()]

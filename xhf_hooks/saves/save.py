@@ -34,7 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.planned import Planned, half_bucket_nbytes, plan_saves
+from xhf_hooks.saves.planned import Planned, plan_saves, write_buffer_nbytes
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
@@ -52,7 +52,7 @@ class Saver:
 
     Args:
         log: Gets what is trained and not saved, and the progress of long saves.
-        strategy: Who writes what, as chosen for the option ``writer`` (places/claim.py).
+        strategy: Who writes what, as chosen for the option ``writer`` (places/access.py).
         in_background: Whether :meth:`start` will be used.
         stays_cached: Leave the files in the page cache, for somebody who reads them at once.
         after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
@@ -93,14 +93,14 @@ class Saver:
         self.eos_token_ids: Sequence[int] = ()
         self._memory = SnapshotMemory()
         with collective.stage('plan'):
-            nbytes = half_bucket_nbytes(options)
-            self.writer = Writer(nbytes, beside_training=in_background, stays_cached=stays_cached)
+            nbytes = write_buffer_nbytes(options)
+            self.writer = Writer(nbytes, in_background=in_background, stays_cached=stays_cached)
             weakref.finalize(self, self.writer.close).atexit = False
             self.background = SavesInBackground() if in_background else None
             self.source = source_for(unwrapped.root)
             self.planned = self._plan()
         # A separate group: training and the first stages of the next save use the other one meanwhile
-        self._beside = Collective() if in_background else None
+        self._background_collective = Collective() if in_background else None
 
     @property
     def plan(self) -> SavePlan:
@@ -108,17 +108,17 @@ class Saver:
         return self.planned.plan
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def manifest_fields(self) -> dict[str, Any]:
         """Fields of the manifest."""
         return {
             'world_size': self.collective.world_size,
             'writer': self.strategy.value,
             'dtype': self.options.dtype or 'as trained',
             'weights': 'live',
-            **self._unwrapped.facts,
+            **self._unwrapped.manifest_fields,
         }
 
-    def rehearse(self, target: CheckpointFolder) -> list[str]:
+    def write_assets_on_trial(self, target: CheckpointFolder) -> list[str]:
         """Write the HF assets where saves will go, and remove them; returns warnings for the log. Runs on: rank 0."""
         try:
             with naming(target.path):
@@ -139,13 +139,13 @@ class Saver:
         self,
         target: CheckpointFolder,
         step: Step,
-        facts: Mapping[str, Any] | None = None,
+        manifest_fields: Mapping[str, Any] | None = None,
         call_began: float | None = None,
     ) -> CommittedCheckpoint:
         """Write and commit one checkpoint.
 
         Args:
-            facts: Fields of the manifest for this save only.
+            manifest_fields: Fields of the manifest for this save only.
             call_began: As for :class:`.SaveClock`.
 
         Raises:
@@ -153,22 +153,24 @@ class Saver:
                 previous checkpoint is untouched.
         """
         with self.collective.stage('save'):
-            save = self._begin(target, step, facts or {}, call_began)
+            save = self._begin(target, step, manifest_fields or {}, call_began)
         return save.write_and_commit()
 
     def start(
         self,
         target: CheckpointFolder,
         step: Step,
-        facts: Mapping[str, Any] | None = None,
-        tell: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda committed, error: None,
+        manifest_fields: Mapping[str, Any] | None = None,
+        report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda committed, error: (
+            None
+        ),
     ) -> Future[CommittedCheckpoint]:
         """Copy what is to be saved, and write and commit it in the background. Training must pause only meanwhile.
 
         The previous save must have ended.
 
         Args:
-            tell: Called in the background thread with what was committed, or the error.
+            report_outcome: Called in the background thread with what was committed, or the error.
 
         Returns:
             Its outcome, the same on every rank. It is done once it was told.
@@ -177,22 +179,22 @@ class Saver:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
         """
         with self.collective.stage('save'):
-            if self._beside is None or self.background is None:
+            if self._background_collective is None or self.background is None:
                 raise ValueError('expected a Saver that was made with in_background=True')
-            save = self._begin(target, step, facts or {})
-            save.copy(self._memory, self._beside)
-            in_flight = SaveInFlight(step, save.write_and_commit, tell)
+            save = self._begin(target, step, manifest_fields or {})
+            save.copy(self._memory, self._background_collective)
+            in_flight = SaveInFlight(step, save.write_and_commit, report_outcome)
         self.background.add(in_flight)
         return in_flight.outcome
 
-    def connect_again(self) -> bool:
+    def ensure_connected(self) -> bool:
         """Connect again for background saves if connections have broken; returns whether they had. Runs on: all ranks.
 
         Raises:
             RankLostError: Ranks could not connect.
         """
-        self.collective.agree('save')  # so that all ranks come to the next line
-        return self._beside is not None and self._beside.meet()
+        self.collective.raise_if_any_failed('save')  # so that all ranks come to the next line
+        return self._background_collective is not None and self._background_collective.ensure_connected()
 
     def checksum_weights(self) -> int:
         """A checksum of what this rank holds of the model now."""
@@ -205,11 +207,11 @@ class Saver:
         self._memory.free()
         if self.background is not None:
             self.background.close()
-        if self._beside is not None:
-            self._beside.close()
+        if self._background_collective is not None:
+            self._background_collective.close()
 
     def _begin(
-        self, target: CheckpointFolder, step: Step, facts: Mapping[str, Any], call_began: float | None = None
+        self, target: CheckpointFolder, step: Step, manifest_fields: Mapping[str, Any], call_began: float | None = None
     ) -> Save:
         """Start the clock, plan again where tensors or the config are others now, and compare copies."""
         self.source.synchronize()  # what training has queued is not a cost of the save
@@ -219,7 +221,7 @@ class Saver:
         is_outdated = self.source.specs() != self.planned.specs or self.planned.exporter.is_outdated()
         if self.collective.any(is_outdated, 'plan'):
             self.planned = self._plan()
-        save = Save(self, target, step, facts, clock)
+        save = Save(self, target, step, manifest_fields, clock)
         save.compare()
         return save
 
@@ -231,7 +233,7 @@ class Saver:
             self.strategy,
             self.collective,
             self.log,
-            share_copies=self.in_background,
+            share_replicas=self.in_background,
         )
 
 
@@ -247,13 +249,13 @@ class Save:
     """
 
     def __init__(
-        self, saver: Saver, target: CheckpointFolder, step: Step, facts: Mapping[str, Any], clock: SaveClock
+        self, saver: Saver, target: CheckpointFolder, step: Step, manifest_fields: Mapping[str, Any], clock: SaveClock
     ) -> None:
         self.in_background = False
         self._saver = saver
         self._target = target
         self._step = step
-        self._facts = facts
+        self._manifest_fields = manifest_fields
         self._clock = clock
         self._collective = saver.collective
         self._chunks = live_chunks(saver.plan, saver.source, saver.collective)
@@ -272,20 +274,22 @@ class Save:
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
             require_equal(saver.source, specs, self._collective)
 
-    def copy(self, memory: SnapshotMemory, beside: Collective) -> None:
+    def copy(self, memory: SnapshotMemory, background_collective: Collective) -> None:
         """Copy what is to be saved, since training will change it.
 
         Args:
-            beside: For the thread that goes on with this save.
+            background_collective: For the thread that goes on with this save.
 
         Raises:
             AgreedError: A rank failed.
         """
         with self._stage('snapshot'):
-            self._chunks = Snapshot(self._saver.plan, self._saver.source, memory, self._collective).chunks(beside)
+            self._chunks = Snapshot(self._saver.plan, self._saver.source, memory, self._collective).chunks(
+                background_collective
+            )
             self._clock.meter.sample()
         self._clock.begin('staging')  # for which the other thread may have to wait
-        self._collective = beside
+        self._collective = background_collective
         self.in_background = True
         self._clock.training_goes_on()
 
@@ -362,7 +366,7 @@ class Save:
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):
             tensors = tally.written() if is_rank0 else []
-            written = WrittenSave(saver.plan, tensors, self._step, {**saver.facts, **self._facts})
+            written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
         with self._stage('commit'), naming(target.path):

@@ -15,14 +15,14 @@ class Unwrapped:
 
     Attributes:
         root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
-        facts: Fields of the manifest.
+        manifest_fields: Fields of the manifest.
         engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.
         reward_token_id: The token whose score is the reward, if the run's config names one.
     """
 
     model: nn.Module
     root: nn.Module
-    facts: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
+    manifest_fields: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
     engine: Any | None = None
     reward_token_id: int | None = None
 
@@ -36,12 +36,12 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     from torch.distributed.fsdp import FullyShardedDataParallel  # conversions do without: it takes half a second
 
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
-    facts: dict[str, Any] = {'engine': 'torch'}
+    manifest_fields: dict[str, Any] = {'engine': 'torch'}
     root: nn.Module | None = None
     engine: Any | None = None
     while True:
         if hasattr(model, 'zero_optimization_stage'):
-            facts = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
+            manifest_fields = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
             engine, model = model, model.module
         elif isinstance(model, FullyShardedDataParallel):
             root, model = root or model, model.module
@@ -50,4 +50,4 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
         elif isinstance(getattr(model, '_orig_mod', None), nn.Module):
             model = model._orig_mod
         else:
-            return Unwrapped(model, root or model, facts, engine)
+            return Unwrapped(model, root or model, manifest_fields, engine)

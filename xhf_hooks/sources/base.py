@@ -33,7 +33,7 @@ _SAMPLED_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class LocalElements:
     """The elements of a tensor that one rank holds: consecutive in row-major order, the first with index ``start``."""
 
     start: int
@@ -42,7 +42,7 @@ class LocalShard:
 
 @SOURCES.register_module()
 class Source:
-    """Gives tensors by name, either whole or as this rank's local shard.
+    """Gives tensors by name, either whole or as the elements that this rank holds.
 
     As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where nothing is gathered but the fp32 masters, which are
     spread over the ranks. Other engines override what differs.
@@ -51,8 +51,8 @@ class Source:
 
     1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_own_masters`. They give the same
        on all ranks, or ranks do not hold the same model.
-    2. :meth:`replicated` and :meth:`local_shard`, any number of times, for tensors that :meth:`spread` names. They do
-       not communicate; ranks may call them at any time and in any order.
+    2. :meth:`replicated` and :meth:`local_elements`, any number of times, for tensors that :meth:`spread` names. They
+       do not communicate; ranks may call them at any time and in any order.
     3. :meth:`require_room`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all others. All
        ranks call it with the same specs in the same order; a rank that fails in it has taken part first.
 
@@ -139,7 +139,7 @@ class Source:
         return tensor.detach().reshape(-1)[start : start + numel], mapping.get_hp_fragment().detach().reshape(-1)
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
-        """Names of the tensors that :meth:`local_shard` can read, and which elements each rank holds.
+        """Names of the tensors that :meth:`local_elements` can read, and which elements each rank holds.
 
         Runs on: all ranks, with the same result. Reads no data.
 
@@ -174,10 +174,10 @@ class Source:
     def _held(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a sliced tensor."""
         spread = self._once_spread_of(tensor)
-        return range(0) if spread is None else spread.held_by(self._rank, with_copies=True)
+        return range(0) if spread is None else spread.held_by(self._rank, with_replicas=True)
 
-    def local_shard(self, spec: TensorSpec) -> LocalShard:
-        """This rank's local shard of a tensor, which may be all of it. Does not communicate.
+    def local_elements(self, spec: TensorSpec) -> LocalElements:
+        """The elements of a tensor that this rank holds, perhaps all of them. Does not communicate.
 
         The elements may alias live memory.
 
@@ -186,11 +186,11 @@ class Source:
         """
         tensor = self._tensors[spec.name]
         if not spec.from_master:
-            return LocalShard(0, tensor.detach().reshape(-1))
+            return LocalElements(0, tensor.detach().reshape(-1))
         mapping = tensor._hp_mapping
         if mapping is None:  # the master is entirely on other ranks
-            return LocalShard(0, tensor.new_empty(0, dtype=torch.float32))
-        return LocalShard(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+            return LocalElements(0, tensor.new_empty(0, dtype=torch.float32))
+        return LocalElements(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
         """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""

@@ -20,7 +20,7 @@ from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard, Source
+from xhf_hooks.sources.base import LocalElements, Source
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -74,17 +74,17 @@ class Fsdp2Source(Source):
             parts.append((stride, size, max(1, rows * row_numel)))
         return self._spread_over(tensor.numel(), tuple(parts), self._world_size)
 
-    def local_shard(self, spec: TensorSpec) -> LocalShard:
+    def local_elements(self, spec: TensorSpec) -> LocalElements:
         tensor = self._tensors[spec.name]
         if _is_whole(tensor):
-            return super().local_shard(spec)
+            return super().local_elements(spec)
         local, held = tensor.to_local().detach(), self._held(tensor)  # detaching a DTensor takes longer
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
             raise TensorError(
                 f'{spec.name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on '
                 f'rank {self._rank}, found a shard of shape {tuple(local.shape)}'
             )
-        return LocalShard(held.start, local.reshape(-1))
+        return LocalElements(held.start, local.reshape(-1))
 
     def _gather(self, spec: TensorSpec) -> torch.Tensor:
         tensor = self._tensors[spec.name].detach()
@@ -155,18 +155,18 @@ class Fsdp1Source(Source):
         # HYBRID_SHARD has several such groups
         return self._spread_in_group(math.prod(self._full_shape(tensor)), module.process_group, each, skipped)
 
-    def local_shard(self, spec: TensorSpec) -> LocalShard:
+    def local_elements(self, spec: TensorSpec) -> LocalElements:
         tensor = self._tensors[spec.name]
         if not self._is_sharded(tensor):
-            return super().local_shard(spec)
+            return super().local_elements(spec)
         module, index, _ = self._place[id(tensor)]
         flat = module._handle.flat_param
         of_shard = flat._shard_param_infos[index]
         if not of_shard.in_shard:
-            return LocalShard(0, tensor.new_empty(0))
+            return LocalElements(0, tensor.new_empty(0))
         first = of_shard.offset_in_shard
         shard = getattr(flat, '_local_shard', flat)  # before the first forward pass, the flat parameter itself
-        return LocalShard(of_shard.intra_param_start_idx, shard.detach()[first : first + of_shard.numel_in_shard])
+        return LocalElements(of_shard.intra_param_start_idx, shard.detach()[first : first + of_shard.numel_in_shard])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

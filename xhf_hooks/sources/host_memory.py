@@ -18,7 +18,7 @@ import torch
 
 from xhf_hooks.compat.torch import device_module
 
-#: Small beside a model whose saves take long, large beside a local shard (sources/read.py).
+#: Small next to a model whose saves take long, large next to the elements of one tensor on one rank (sources/read.py).
 _BLOCK_NBYTES = 256 * 2**20
 _ALIGNMENT = 64
 _PAGE_NBYTES = 4096

@@ -18,7 +18,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.rounds import Portion, portions_of
 from xhf_hooks.planning.types import Chunk, Group, Placement, TensorSpec
-from xhf_hooks.sources.base import LocalShard, Source
+from xhf_hooks.sources.base import LocalElements, Source
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
@@ -75,7 +75,7 @@ class SliceReader:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._rank = rank_and_world_size()[0]
-        self._last: tuple[str, LocalShard] | None = None  # many outputs may come from one tensor
+        self._last: tuple[str, LocalElements] | None = None  # many outputs may come from one tensor
 
     def read(self, portions: Iterable[Portion], to_host: ToHost) -> Iterator[Chunk]:
         """This rank's slices of the portions, in parts, without communication.
@@ -87,16 +87,16 @@ class SliceReader:
             mine, placement = portion.held_by(self._rank), portion.placement
             if not mine:
                 continue
-            own = self._shard(portion)
+            own = self._local_elements(portion)
             for start in mine[::_PART_NUMEL]:
                 first = placement.source_range.start + start - own.start
                 part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
                 yield to_host(placement, part.to(TORCH_DTYPES[placement.dtype]), start * portion.width)
 
-    def _shard(self, portion: Portion) -> LocalShard:
+    def _local_elements(self, portion: Portion) -> LocalElements:
         spec = portion.read
         if self._last is None or self._last[0] != spec.name:
-            self._last = spec.name, self._source.local_shard(spec)
+            self._last = spec.name, self._source.local_elements(spec)
         own = self._last[1]
         held, first = portion.spread.held_by(self._rank), portion.placement.source_range.start
         start, end = held.start + first, held.stop + first
@@ -133,7 +133,7 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
             if number % BUCKETS_PER_AGREEMENT or number == 0:  # before the first, ranks have just agreed
                 collective.wait('gather')
             else:
-                collective.agree('gather')
+                collective.raise_if_any_failed('gather')
             tensors: dict[str, torch.Tensor] = {}
             with collective.remembering('gather'):
                 tensors = source.gathered(specs, wanted=() if collective.is_failing else wanted[number])
@@ -143,7 +143,7 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
                 del tensors
                 if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:
                     return_freed_memory()
-        collective.agree('gather')
+        collective.raise_if_any_failed('gather')
 
 
 def _reads_of(groups: Iterable[Group]) -> list[TensorSpec]:

@@ -96,7 +96,7 @@ def _checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:
     """Checksums of what this rank holds of each tensor. Waits once for a device."""
     if not specs:
         return np.zeros(0, np.int64)
-    sums = [_checksum(source.local_shard(spec).elements) for spec in specs]
+    sums = [_checksum(source.local_elements(spec).elements) for spec in specs]
     return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()
 
 

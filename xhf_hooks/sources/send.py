@@ -72,7 +72,7 @@ class SliceSender:
         for start in range(0, len(self._rounds), ROUNDS_PER_AGREEMENT):
             yield from self._exchanged(range(start, min(start + ROUNDS_PER_AGREEMENT, len(self._rounds))))
         if self._rounds:
-            self._collective.agree('send')
+            self._collective.raise_if_any_failed('send')
 
     def _exchanged(self, numbers: range) -> Generator[Chunk, None, None]:
         """The chunks of some rounds. While those of one round are written, the next round is being sent.

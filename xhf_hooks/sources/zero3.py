@@ -19,7 +19,7 @@ from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalShard, Source
+from xhf_hooks.sources.base import LocalElements, Source
 
 
 @SOURCES.register_module()
@@ -62,13 +62,13 @@ class Zero3Source(Source):
             return super()._spread_of(tensor)
         return self._spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
 
-    def local_shard(self, spec: TensorSpec) -> LocalShard:
+    def local_elements(self, spec: TensorSpec) -> LocalElements:
         tensor = self._tensors[spec.name]
         if not _is_partitioned(tensor):
-            return super().local_shard(spec)
+            return super().local_elements(spec)
         held = self._held(tensor)
         # The last partitions of a parameter are padded
-        return LocalShard(held.start, self._partition(spec)[: len(held)])
+        return LocalElements(held.start, self._partition(spec)[: len(held)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ _LOOK_SECS = 0.5
 _KEY = 'xhf_hooks'
 
 
-class OutlivingChildren:
+class SignalProofChildren:
     """Children that multiprocessing starts from now on outlive signals to the process group, until :meth:`close`.
 
     Programs that such a child starts inherit the blocked signals.

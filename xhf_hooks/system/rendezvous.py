@@ -16,11 +16,11 @@ from typing import Any
 from xhf_hooks.errors import RankLostError
 
 #: After so long, a rank says which ranks it waits for.
-TELL_SECS = 60.0
+WARN_AFTER_SECS = 60.0
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
 
 
-def meet(store: Any, rank: int, world_size: int, timeout_secs: float) -> str:
+def wait_for_all_ranks(store: Any, rank: int, world_size: int, timeout_secs: float) -> str:
     """Wait until all ranks are here: one of them may have been evaluating for an hour. Runs on: all ranks.
 
     Args:
@@ -42,7 +42,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_secs: float) -> str:
         raise RankLostError(f'rank {rank} lost contact with the other ranks before a save: {error}') from error
 
 
-def tell_missing(rank: int, missing: Collection[int]) -> None:
+def warn_of_missing_ranks(rank: int, missing: Collection[int]) -> None:
     """Say which ranks have not come."""
     logging.getLogger('xhf_hooks').warning(
         f'rank {rank} waits for {_named(missing)}, which did not reach this save so far: all ranks must make each '
@@ -100,10 +100,10 @@ def _wait(
                 f'rank {rank}: {_named(missing)} have not reached this save within {timeout_secs:.0f} s: they died, or '
                 f'did not make it; all ranks must'
             )
-        if waited_secs > TELL_SECS and not is_told:
+        if waited_secs > WARN_AFTER_SECS and not is_told:
             is_told = True
             if may_tell():
-                tell_missing(rank, missing)
+                warn_of_missing_ranks(rank, missing)
         time.sleep(pause_secs)
         pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
 

@@ -74,8 +74,12 @@ def _describe(check: FolderCheck) -> str:
     dtypes = Counter(entry.dtype for header in check.headers.values() for entry in header.entries)
     held = [f'{n} {dtype}' for dtype, n in dtypes.items()]
     if check.manifest is not None:
-        step, facts = check.manifest.step, check.manifest.facts
-        held += [f'{step.unit} {step.number}', f'{facts.get("weights", "live")} weights', engine_text(facts)]
+        step, manifest_fields = check.manifest.step, check.manifest.manifest_fields
+        held += [
+            f'{step.unit} {step.number}',
+            f'{manifest_fields.get("weights", "live")} weights',
+            engine_text(manifest_fields),
+        ]
     return ', '.join([name, *held])
 
 

@@ -31,13 +31,13 @@ class Writer:
     Args:
         pending_nbytes: Limit of waiting bytes, beyond which :meth:`write` blocks. A larger chunk is accepted when
             nothing else waits.
-        beside_training: Whether training goes on meanwhile and must not be slowed down.
+        in_background: Whether training goes on meanwhile and must not be slowed down.
         stays_cached: Leave the files in the page cache, for somebody who reads them at once.
     """
 
-    def __init__(self, pending_nbytes: int, *, beside_training: bool = False, stays_cached: bool = False) -> None:
+    def __init__(self, pending_nbytes: int, *, in_background: bool = False, stays_cached: bool = False) -> None:
         self._limit_nbytes = pending_nbytes
-        self._beside_training = beside_training
+        self._in_background = in_background
         self._stays_cached = stays_cached
         self._folder = Path()
         self._made: Mapping[str, FileIdentity] = {}
@@ -132,7 +132,7 @@ class Writer:
             self._changed.wait_for(lambda: not self._n_pending)
 
     def _work(self) -> None:
-        if self._beside_training:
+        if self._in_background:
             lower_priority()
         while (chunk := self._chunks.get()) is not None:
             error = None
@@ -160,15 +160,15 @@ class Writer:
             # Before the write: the checksum is of what was in memory
             crc = crc32(piece, crc)
             non_finite += count_non_finite(piece, placement.dtype)
-            if not self._beside_training:
+            if not self._in_background:
                 file.write(piece, offset + start)
-        if self._beside_training:  # in one piece: each direct write waits for the disk
+        if self._in_background:  # in one piece: each direct write waits for the disk
             file.write(chunk.data, offset)
         self._tally.add(placement, chunk.start, chunk.data.nbytes, crc, non_finite)
 
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
-            how = dict(direct=self._beside_training, stays_cached=self._stays_cached)
+            how = dict(direct=self._in_background, stays_cached=self._stays_cached)
             file = OutputFile(self._folder / name, self._made[name], **how)
             self._opened.callback(file.close)
             self._files[name] = file

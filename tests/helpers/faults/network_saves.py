@@ -75,7 +75,7 @@ def save_in_a_row(way: Way, parent: Path, numbers: Sequence[int], sees: Eyes = P
             for number in numbers:
                 save_in_run(saves, model, number)
                 fill(model, -1)  # training goes on
-                saves.collect()
+                saves.wait_for_background_save()
                 judge(during_run=True)
         finally:
             saves.close()

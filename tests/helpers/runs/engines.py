@@ -68,7 +68,7 @@ def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
-    trained = {n: options.pop(n) for n in ('reward_token_id', 'facts') if n in options}
+    trained = {n: options.pop(n) for n in ('reward_token_id', 'manifest_fields') if n in options}
     strategy = WriteStrategy(options.pop('writer', 'stream'))
     how = dict(strategy=strategy, in_background=options.pop('in_background', False))
     log = RunLog(logging.getLogger('test'), 'saver')
@@ -99,12 +99,12 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     folder = CheckpointFolder(final, max_keep=1)
     with collective.stage('claim'):
         if collective.rank == 0:
-            folder.claim()
+            folder.prepare()
     try:
         if not in_background:
             return plan, saver.save(folder, iteration(1))
         return plan, saver.start(folder, iteration(1)).result()
     finally:
-        folder.release()
+        folder.unlock()
         saver.close()
         collective.close()

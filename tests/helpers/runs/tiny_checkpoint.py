@@ -41,7 +41,7 @@ def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
     """Make a complete save of iteration ``number``, and wait until what it replaces is deleted."""
     plan = tiny_plan()
     folder.commit(WrittenSave(plan, stage(folder, plan, number), iteration(number), facts))
-    folder.others.deletion.wait()
+    folder.siblings.deletion.wait()
 
 
 def content(path: Path) -> int:

@@ -22,7 +22,7 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background import on_saved
 from xhf_hooks.background.on_saved import OnSaved, fill_in, numbers_in
 from xhf_hooks.errors import OptionError
-from xhf_hooks.places import kept_save
+from xhf_hooks.places import pinned_save
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog
 
@@ -50,9 +50,9 @@ class Run:
     def save(self, number: int = 1, name: str = 'hf_model') -> None:
         if name not in self.targets:
             self.targets[name] = CheckpointFolder(self.folder / name, 1)
-            self.targets[name].claim()
+            self.targets[name].prepare()
         commit_one(self.targets[name], number)
-        self.after.committed(self.targets[name], iteration(number))
+        self.after.handle_commit(self.targets[name], iteration(number))
 
     @property
     def kept(self) -> list[Path]:
@@ -80,7 +80,7 @@ def run_of(tmp_path) -> Iterator[Callable[..., Run]]:
     for run in made:
         run.after.close()
         for target in run.targets.values():
-            target.release()
+            target.unlock()
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_the_newest_that_waits_is_next_and_errors_are_lines_in_the_log(waiting, 
     for number in (14, 15, 16):
         waiting.save(number)
     waiting.save(15, 'hf_model_best')  # of another name: both have their turn
-    waiting.after.committed(CheckpointFolder(tmp_path / 'gone', 1), iteration(17))
+    waiting.after.handle_commit(CheckpointFolder(tmp_path / 'gone', 1), iteration(17))
     assert not waiting.after.wait(0.01) and len(waiting.kept) == 3
     (tmp_path / 'may_end').touch()
     assert waiting.after.wait(HANG_SECS) and waiting.kept == []
@@ -223,7 +223,7 @@ def test_nothing_is_left_when_the_run_is_killed(tmp_path):
 
 def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path, monkeypatch):
     """Also if it does so twice for one step."""
-    monkeypatch.setattr(kept_save, 'clone', lambda source, to: False)
+    monkeypatch.setattr(pinned_save, 'clone', lambda source, to: False)
     script = (
         'import os, sys; from pathlib import Path; path = Path(sys.argv[1]); '
         '(path / "xhf_manifest.json").open("a").write("an edit in place"); '
@@ -259,7 +259,7 @@ def test_a_command_that_changes_the_weights_of_the_save_is_named_with_the_file(
     run_of, tmp_path, caplog, monkeypatch, change, can_clone
 ):
     """It runs as root or owns the file, so that a mode does not stop it."""
-    monkeypatch.setattr(kept_save, 'clone', lambda source, to: can_clone and bool(shutil.copy(source, to)))
+    monkeypatch.setattr(pinned_save, 'clone', lambda source, to: can_clone and bool(shutil.copy(source, to)))
     script, damages = CHANGES[change]
     name = 'model-00002-of-00003.safetensors'
     start = f'import os, sys; path = os.path.join(sys.argv[1], "{name}"); os.chmod(path, 0o644); '

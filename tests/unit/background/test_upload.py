@@ -36,7 +36,7 @@ class Ranks:
             log = RunLog(logging.getLogger(f'rank{rank}'), 'test')
             self.ranks.append(Uploads(saves, log, rank, 2))
             self.ranks[-1]._thread.name = str(rank)
-            self.ranks[-1].claim()
+            self.ranks[-1].prepare()
         self.destinations = self.ranks[0]._destinations
         monkeypatch.setattr(upload, 'send_file', self._send)
         monkeypatch.setattr(upload, '_MOST_POLL_SECS', 0.1)
@@ -53,9 +53,9 @@ class Ranks:
         self._number += 1
         number, folder = self._number, self._folders[name]
         commit_one(folder, number)
-        kept = folder.keep()
+        kept = folder.pin()
         for rank, uploads in enumerate(self.ranks):
-            release = kept.release if rank == 0 else lambda: None
+            release = kept.unpin if rank == 0 else lambda: None
             job = UploadJob(name, iteration(number), release, number, kept.path, self.destinations[name].run)
             uploads.add(job, replaces=rank == 0)
 

@@ -328,7 +328,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
     resize_embeddings(model, 192)
     collective = Collective()
     saver, target = make_saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
-    target.claim()
+    target.prepare()
     if change == 'vocab_size':
         model.config.vocab_size = 133
         saver.save(target, iteration(1))
@@ -338,6 +338,6 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
         model.config.id2label = {0: 'no', 1: 'yes'}
         with pytest.raises(AgreedError, match=r'score.weight \(3, (\d+)\), expected \(2, \1\)'):
             saver.save(target, iteration(1))
-    target.release()
+    target.unlock()
     saver.close()
     collective.close()

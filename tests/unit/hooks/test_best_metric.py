@@ -85,7 +85,7 @@ def test_neither_a_save_that_failed_nor_another_hooks_is_remembered(hub):
 @pytest.mark.parametrize('score', [0.5, float('inf'), torch.tensor(0.5), np.float32(0.5), 1])
 def test_a_score_comes_back_from_the_manifest(score):
     """Strict JSON has no infinities."""
-    manifest = json.dumps(BestMetric('acc', None).facts('acc', score), allow_nan=False).encode()
+    manifest = json.dumps(BestMetric('acc', None).manifest_fields('acc', score), allow_nan=False).encode()
     assert BestSave.described_by(manifest, 'hf_best') == BestSave('hf_best', 'acc', float(score), None)
 
 

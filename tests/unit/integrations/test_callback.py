@@ -11,6 +11,7 @@ from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.runs import frontends as doors
 from xhf_hooks import HFCheckpointCallback
+from xhf_hooks.background import save_on_signal
 from xhf_hooks.errors import XhfError
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places.objects import Store
@@ -51,6 +52,31 @@ def test_the_order_of_callbacks_decides_which_weights_are_saved(tmp_path, save_s
                 parameter.data.div_(2)
         trainer.save_model(str(tmp_path / 'theirs'))
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+
+
+class MinutePerStep(TrainerCallback):
+    """With each step a minute passes on the clock that requests saves."""
+
+    minutes = 0
+
+    def monotonic(self) -> float:
+        return 60.0 * self.minutes
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.minutes += 1
+
+
+def test_saves_by_the_clock_and_some_for_good(tmp_path, monkeypatch):
+    """The clock is due after each second step, and is looked at when a step ends: the save is made after the next."""
+    clock = MinutePerStep()
+    monkeypatch.setattr(save_on_signal, 'time', clock)
+    options = dict(save_strategy='no', interval_minutes=2, keep_every=4)
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path, options, clock, ddp_backend=None, max_steps=10)
+        trainer.train()
+    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line] == [3, 6, 9, 10]
+    found = {path.name: assert_whole(path) for path in tmp_path.glob('hf_model*')}
+    assert found == {'hf_model': 10, 'hf_model_iter_6': 6, 'hf_model_iter_9': 9}
 
 
 class Probe(TrainerCallback):

@@ -33,9 +33,9 @@ def said() -> list[str]:
 def claim(tmp_path, said) -> Claim:
     """Claims ``hf_model``, once more if that is asked for."""
 
-    def claimed(max_keep: int = 1, bases: Iterable[Path] = ()) -> CheckpointFolder:
-        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, warn=said.append)
-        target.claim(bases)
+    def claimed(max_keep: int = 1, bases: Iterable[Path] = (), keep_every: int | None = None) -> CheckpointFolder:
+        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, keep_every=keep_every, warn=said.append)
+        target.prepare(bases)
         return target
 
     return claimed
@@ -58,7 +58,7 @@ def commit_with(folder: CheckpointFolder, number: int, name: str, text: str) -> 
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     folder.commit(WrittenSave(plan, tensors, iteration(number)))
-    folder.others.deletion.wait()
+    folder.siblings.deletion.wait()
 
 
 def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, instead_of: Callable[..., Any]) -> Any:

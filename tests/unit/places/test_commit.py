@@ -17,7 +17,7 @@ from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.places import kept_save, other_folders
+from xhf_hooks.places import pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.planning.plan import WrittenSave
@@ -53,7 +53,28 @@ def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
         folder = claim(max_keep)
         for number in numbers:
             commit_one(folder, number)
-        folder.release()
+        folder.unlock()
+    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
+    assert hidden(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ('max_keep', 'runs', 'older'),
+    [
+        (1, [(1, 2, 3, 4, 5, 6, 7, 8)], [3, 6]),
+        (2, [(1, 2, 3, 4, 5, 6, 7, 8)], [3, 6, 7]),
+        (1, [(2, 4, 5, 7, 8, 11, 12)], [4, 7, 11]),  # no save at 3, 6 or 9: the first one after it stays
+        (1, [(4, 5), (3, 6)], [3]),  # the run went back, and its first save of 3 to 5 is now another one
+        (1, [(3, 4), (3, 4)], [3]),
+        (-1, [(3, 4, 5)], [3, 4]),
+    ],
+)
+def test_the_first_save_of_every_three_iterations_stays(max_keep, runs, older, tmp_path, both_ways, claim):
+    for numbers in runs:
+        folder = claim(max_keep, keep_every=3)
+        for number in numbers:
+            commit_one(folder, number)
+        folder.unlock()
     assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
     assert hidden(tmp_path) == set()
 
@@ -127,9 +148,9 @@ def test_a_save_is_kept_though_the_manifest_of_the_newest_is_gone(claim, tmp_pat
     (folder.path / 'xhf_manifest.json').unlink()
     for number in (2, 3):
         commit_one(folder, number)
-    kept = folder.keep()
+    kept = folder.pin()
     assert content(kept.path) == 3
-    kept.release()
+    kept.unpin()
     older = {'hf_model_iter_2': 2} if max_keep == -1 else {}
     assert visible(tmp_path) == {'hf_model': 1, **older, 'hf_model_iter_3': 3} and len(said) == 2
 
@@ -146,16 +167,16 @@ def test_a_disk_that_is_too_small_is_told_with_what_to_change(folder, tmp_path):
 @pytest.mark.parametrize('has_links', [True, False])
 def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_links):
     """With hard links, and as on file systems without them. What others added is not kept."""
-    monkeypatch.setattr(kept_save, 'clone', lambda source, to: False)
+    monkeypatch.setattr(pinned_save, 'clone', lambda source, to: False)
     if not has_links:
 
         def refuse(*args: object, **options: object) -> None:
             raise PermissionError('no links here')
 
-        monkeypatch.setattr(kept_save.os, 'link', refuse)
+        monkeypatch.setattr(pinned_save.os, 'link', refuse)
     commit_with(folder, 1, 'adapter/config.json', '{}')
     (folder.path / 'notes.txt').write_text('of somebody else')
-    kept = folder.keep()
+    kept = folder.pin()
     for name, path in files_in(kept.path).items():
         is_link = os.path.samefile(path, folder.path / name)
         assert is_link == (has_links and path.suffix == '.safetensors')
@@ -165,21 +186,21 @@ def test_it_stays_while_saves_come_and_go(folder, tmp_path, monkeypatch, has_lin
     check_folder(kept.path, saved)
     assert files_in(kept.path).keys() == {*saved.files, MANIFEST_NAME} >= {'adapter/config.json'}
     assert content(folder.path) == 3
-    kept.release()
-    kept.release()
+    kept.unpin()
+    kept.unpin()
     assert hidden(tmp_path) == LOCK
 
 
 def test_the_next_run_removes_what_a_killed_one_kept_but_not_what_a_command_added(claim, tmp_path):
     folder = claim()
     commit_one(folder, 1)
-    kept, with_results = folder.keep(), folder.keep()
+    kept, with_results = folder.pin(), folder.pin()
     (with_results.path / 'results').mkdir()
     (with_results.path / 'results' / 'score.json').write_text('mine')
     folder.open_staging()
     folder.abort()
     assert kept.path.is_dir(), 'a save of the same run leaves it to its readers'
-    folder.release()
+    folder.unlock()
     claim()
     apart = tmp_path / 'hf_model_others_iter_1'
     assert (apart / 'results' / 'score.json').read_text() == 'mine'
@@ -191,10 +212,10 @@ def test_the_folder_above_may_be_a_link(tmp_path):
     (tmp_path / 'disk').mkdir()
     (tmp_path / 'out').symlink_to(tmp_path / 'disk')
     folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1)
-    folder.claim()
+    folder.prepare()
     for number in (1, 2):
         commit_one(folder, number)
-    folder.release()
+    folder.unlock()
     assert visible(tmp_path / 'disk') == {'hf_model': 2}
 
 
@@ -202,9 +223,9 @@ def test_the_folder_above_may_be_a_link(tmp_path):
 def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(tmp_path, monkeypatch, then):
     """Until then it has a name that the next run sweeps."""
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = folder.beside('best')
+    best = folder.sibling('best')
     for each in (folder, best):
-        each.claim()
+        each.prepare()
         commit_one(each, 1)
     may_delete, deleted = threading.Event(), list[str]()
 
@@ -213,7 +234,7 @@ def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(t
         deleted.append(path.name.partition('-')[0])
         shutil.rmtree(path)
 
-    monkeypatch.setattr(other_folders, 'remove_tree', delete_later)
+    monkeypatch.setattr(sibling_folders, 'remove_tree', delete_later)
     plan = tiny_plan()
     folder.commit(WrittenSave(plan, stage(folder, plan, 2), iteration(2)))
     assert deleted == [] and visible(tmp_path)['hf_model'] == 2
@@ -225,7 +246,7 @@ def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(t
     if then == 'next save':
         stage(folder, plan, 3)
     else:
-        folder.release()
+        folder.unlock()
     assert deleted == ['.hf_model.discarded']
     best.abort(), folder.abort()
     assert [name for name in hidden(tmp_path) if 'discarded' in name] == []

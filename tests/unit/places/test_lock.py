@@ -15,19 +15,19 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whol
 from tests.unit.places.conftest import failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
+from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import claim_targets
 
 
 def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_ending(tmp_path, claim):
     first, second = claim(), CheckpointFolder(tmp_path / 'hf_model', 1)
     with pytest.raises(TargetError, match=re.escape(f'in use by process {os.getpid()} on ')) as caught:
-        second.claim()
+        second.prepare()
     assert 'out_dir' in str(caught.value)
-    threading.Timer(0.5, first.release).start()
-    second.claim()
-    second.release()
-    second.release()  # a second time is no error
+    threading.Timer(0.5, first.unlock).start()
+    second.prepare()
+    second.unlock()
+    second.unlock()  # a second time is no error
     assert hidden(tmp_path) == set()
 
 
@@ -51,8 +51,8 @@ def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypa
             (tmp_path / '.hf_model.lock').write_text(left)
         folder = claim()
         commit_one(folder, 5)
-        folder.release()
-        assert not folder.lock.is_seen
+        folder.unlock()
+        assert not folder.lock.works_across_hosts
         assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
         assert len(said) == bool(left) and all(left in each for each in said)
 
@@ -62,9 +62,9 @@ def test_a_run_whose_lock_was_removed_leaves_that_of_the_next_one(tmp_path, clai
     thought_dead = claim()
     thought_dead.lock.path.unlink()
     later = claim()
-    thought_dead.release()
+    thought_dead.unlock()
     assert not CheckpointFolder(tmp_path / 'hf_model', 1).lock.acquire()
-    later.release()
+    later.unlock()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +75,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     for folder in (dead, other):
         folder.path.parent.mkdir()
     if why == 'it lives':
-        other.claim()
+        other.prepare()
     else:
 
         def is_protected(path: object, *flags: object) -> bool:
@@ -86,7 +86,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     put_whole(dead, '.hf_model.previous-0000000000aa', 3)
     put_partial(dead, '.hf_model.staging-0000000000bb')
     log = mock.Mock()
-    claim_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], sweep=tmp_path)
+    prepare_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], sweep=tmp_path)
     log.info.assert_called_once_with(f'removed what a killed run left in {dead.path.parent}')
     assert staged.is_dir() and visible(dead.path.parent) == {'hf_model': 3} and hidden(dead.path.parent) == set()
     warnings = [call.args[0] for call in log.warning.call_args_list]
@@ -101,7 +101,7 @@ import os, sys, time
 from pathlib import Path
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 folder = CheckpointFolder(Path(sys.argv[1]), 1)
-folder.claim()
+folder.prepare()
 if os.fork() == 0:
     print('forked', os.getpid(), flush=True)
     time.sleep(600)
@@ -119,7 +119,7 @@ time.sleep(600)
         assert second.lock.acquire()
     finally:
         os.kill(worker, signal.SIGKILL)
-        second.release()
+        second.unlock()
 
 
 def test_a_kept_lock_keeps_other_processes_out_and_is_taken_over_in_this_one(tmp_path):

@@ -13,8 +13,8 @@ from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places.access import sweep_dead_runs
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import sweep_dead_runs
 from xhf_hooks.places.file_system import new_name
 
 
@@ -70,7 +70,7 @@ def test_what_has_the_name_of_an_older_save_stays_and_that_save_gets_another_nam
     assert content(tmp_path / 'hf_model_iter_1_2') == 1
     (warning,) = said
     assert str(own) in warning and str(tmp_path / 'hf_model_iter_1_2') in warning
-    folder.release()
+    folder.unlock()
     folder = claim(3)  # and is known as ours by another run
     for number in (3, 4):
         commit_one(folder, number)
@@ -88,7 +88,7 @@ def test_going_back_to_an_older_save(tmp_path, both_ways, claim, is_restored, ma
     folder = claim(3)
     for number in (1, 2, 3):
         commit_one(folder, number)
-    folder.release()
+    folder.unlock()
     shutil.rmtree(tmp_path / 'hf_model')
     if is_restored:
         os.rename(tmp_path / 'hf_model_iter_2', tmp_path / 'hf_model')
@@ -133,12 +133,12 @@ def test_a_leftover_that_cannot_be_recovered_now_stays_and_the_run_starts(tmp_pa
     stale = failing(errno.ESTALE, when=lambda path, *to: left in (path, path.parent), instead_of=getattr(where, call))
     with monkeypatch.context() as patch:
         if call == 'iterdir':
-            patch.setattr(folder.others, 'older', dict)
-            patch.setattr(folder.others, 'guard', lambda bases: None)
+            patch.setattr(folder.siblings, 'older', dict)
+            patch.setattr(folder.siblings, 'guard', lambda bases: None)
             patch.setattr(folder, '_refuse_bases', lambda bases: None)
             stale = failing(errno.ESTALE, instead_of=Path.iterdir)
         patch.setattr(where, call, stale)
-        folder.claim()
+        folder.prepare()
     assert content(left) == 1 and 'Stale file handle' in said[0]
     commit_one(folder, 2)
     assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == LOCK
@@ -162,10 +162,10 @@ def test_saves_and_runs_go_on_when_nothing_can_be_deleted(tmp_path, monkeypatch,
             for number in range(first, first + 3):
                 commit_one(folder, number)
                 folder.abort()
-            folder.release()
+            folder.unlock()
             assert visible(tmp_path) == {'hf_model': first + 2}
             assert len(said) == len(set(said)) > 0 and all('Permission denied' in each for each in said)
-    claim().release()
+    claim().unlock()
     assert hidden(tmp_path) == set()
 
 
@@ -244,10 +244,10 @@ def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, mo
 
 def make_saves(parent: Path) -> CheckpointFolder:
     folder = CheckpointFolder(parent / 'hf_model', 3)
-    folder.claim()
+    folder.prepare()
     for number in (1, 2, 3):
         commit_one(folder, number)
-    folder.release()
+    folder.unlock()
     return folder
 
 
@@ -278,9 +278,9 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
     monkeypatch.chdir(tmp_path)
     for base, max_keep in ((Path(BASES[name]), 1), (tmp_path / BASES[name], 1), (tmp_path / BASES[name], -1)):
         with pytest.raises(TargetError, match=r'is the base model that this run starts from.* set out_dir to another'):
-            CheckpointFolder(folder.path, max_keep).claim([base])
+            CheckpointFolder(folder.path, max_keep).prepare([base])
     assert tree(tmp_path) == before
-    CheckpointFolder(folder.path, 3).claim([tmp_path / 'elsewhere', 'organization/name', tmp_path])
+    CheckpointFolder(folder.path, 3).prepare([tmp_path / 'elsewhere', 'organization/name', tmp_path])
 
 
 def test_a_base_that_is_moved_among_the_saves_stays(tmp_path, claim, said):
@@ -321,9 +321,9 @@ def test_saves_that_the_user_named_like_older_ones_stay(tmp_path, claim):
     """As ``save_hf(model, 'hf_model_iter_2')`` makes them; then ``save_hf(model, 'hf_model')`` keeps one save."""
     for number in (2, 4):
         own = CheckpointFolder(tmp_path / f'hf_model_iter_{number}', 1)
-        own.claim()
+        own.prepare()
         commit_one(own, number)
-        own.release()
+        own.unlock()
     folder = claim(max_keep=1)
     for number in (6, 7):
         commit_one(folder, number)

@@ -41,10 +41,10 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
     for name in ('.hf_model.shared-0000000000ee', *mine):
         (tmp_path / name).write_text('')
-    folder.claim()
+    folder.prepare()
     assert (visible(tmp_path), hidden(tmp_path)) == (expected, mine | LOCK)
     commit_one(folder, 6)
-    folder.release()
+    folder.unlock()
     assert len(visible(tmp_path)) <= max_keep and hidden(tmp_path) == mine
 
 
@@ -108,7 +108,7 @@ def test_an_evaluation_as_another_user_wrote_into_a_save(said, takes_all):
         os.chown(parent, NOBODY, NOBODY)
         folder = CheckpointFolder(parent / 'hf_model', 1, warn=said.append)
         with user(NOBODY):
-            folder.claim()
+            folder.prepare()
             commit_one(folder, 1)
         (folder.path / 'eval').mkdir()
         (folder.path / 'eval' / 'result.json').write_text('{}')
@@ -118,10 +118,10 @@ def test_an_evaluation_as_another_user_wrote_into_a_save(said, takes_all):
             for number in (2, 3, 4):
                 commit_one(folder, number)
                 folder.abort()
-            folder.release()
+            folder.unlock()
             again = CheckpointFolder(folder.path, 1)
-            again.claim()
-            again.release()
+            again.prepare()
+            again.unlock()
         (result,) = parent.glob('*/eval/result.json')
         assert content(folder.path) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1 + takes_all
         assert takes_all or result.parents[1].name == 'hf_model_others_iter_1'

@@ -47,7 +47,7 @@ def saves(url):
     made.said = said
     made.claim()
     yield made
-    made.release()
+    made.clean_at_end()
 
 
 def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[str, bytes]:
@@ -91,6 +91,18 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
     assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
 
 
+def test_the_first_save_of_every_three_iterations_stays(local, url):
+    """Also where several runs have uploaded, and where the newest is one of them."""
+    for numbers in ((1, 2, 4, 5), (5, 7, 8, 9)):
+        saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
+        saves.claim()
+        for number in numbers:
+            save(saves, local, number)
+        saves.clean_at_end()
+    assert prefixes(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
+    assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
+
+
 def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     """Where the store has folders. What somebody else put there stays, in its folder."""
     root = tmp_path / 'store'
@@ -99,7 +111,7 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     for number in (1, 2, 3):
         save(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
-    saves.release()
+    saves.clean_at_end()
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ['hf_model_iter_1', 'hf_model_iter_3']
     assert [path.name for path in (root / 'hf_model_iter_1').iterdir()] == ['own']
 
@@ -137,7 +149,7 @@ def test_a_prefix_in_use_is_not_used_again(saves, local, url):
     again.claim()
     save(again, local, 1)
     assert newest(url) == 'hf_model_iter_1_3'
-    again.release()
+    again.clean_at_end()
 
 
 @pytest.mark.parametrize('fault', ['missing', 'short'])
@@ -197,13 +209,13 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
     monkeypatch.setattr(Store, '_ask', note)
     later = StoredSaves(url, 'hf_model', 2)
     later.claim()
-    later.release()
+    later.clean_at_end()
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
     later.claim()
     save(later, local, 3)
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
     assert not any('others' in key for key in asked) and '' not in asked
-    later.release()
+    later.clean_at_end()
 
 
 def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):

@@ -120,7 +120,7 @@ class Place:
         except StoreError as error:
             assert 'another run saves here since' in str(error)
         else:
-            self.runs[FIRST].release()
+            self.runs[FIRST].clean_at_end()
 
     def newest(self) -> str:
         """What the pointer names, which must be complete."""
@@ -141,8 +141,8 @@ class Place:
             assert self.newest() == self.published[SECOND][-1]
         with pytest.raises(StoreError, match=r'another run saves here since 20.*set upload_to to another place'):
             self.save(FIRST, 6)
-        self.runs[FIRST].release()
-        self.runs[SECOND].release()
+        self.runs[FIRST].clean_at_end()
+        self.runs[SECOND].clean_at_end()
         assert self.newest() == self.published[SECOND][-1]
         assert prefixes(self.store) == {*read_pointer(self.store, 'hf_model').saves}
         assert not read_pointer(self.store, 'hf_model').unfinished

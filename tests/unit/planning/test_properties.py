@@ -127,7 +127,7 @@ def _axes(each: int, world_size: int, dice: random.Random) -> tuple[Axis, ...]:
     axes = []
     for stride, size in dice.sample([*zip(strides, sizes, strict=True)], len(sizes)):
         each = -(-each // size)
-        axes.append(Axis(stride, size, each, holds_copies=dice.random() < 0.5))
+        axes.append(Axis(stride, size, each, holds_replicas=dice.random() < 0.5))
     return tuple(axes)
 
 

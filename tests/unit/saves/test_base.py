@@ -17,8 +17,8 @@ from xhf_hooks import save_hf
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.options import RunOptions
+from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.claim import claim_targets
 from xhf_hooks.saves.manager import CheckpointManager
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
@@ -44,11 +44,11 @@ def test_each_part_of_a_model_has_a_base(tmp_path):
 
 def test_the_folder_of_the_best_may_be_the_base_too(tmp_path):
     newest = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = newest.beside('best')
+    best = newest.sibling('best')
     best.path.mkdir()
     with pytest.raises(TargetError, match=r'hf_model_best is the base model .* set out_dir to another'):
-        claim_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
-    newest.release()
+        prepare_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
+    newest.unlock()
 
 
 #: What saves get from the base, byte for byte.

@@ -21,9 +21,9 @@ from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.options import RunOptions
-from xhf_hooks.places import other_folders
+from xhf_hooks.places import sibling_folders
 from xhf_hooks.saves.manager import CheckpointManager
-from xhf_hooks.saves.open_run import OpenRun
+from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import OutputFile
@@ -50,7 +50,7 @@ def no_run_before(caplog):
     caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGINT)
     yield
-    for run in [*OpenRun._open]:
+    for run in [*RunRegistration._open]:
         run._close()
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -72,11 +72,11 @@ def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_pa
         ended(saves)
     if on_error == 'raise':
         with pytest.raises(AgreedError, match='No space left'):
-            saves.look()
-    saves.look()
+            saves.poll_background()
+    saves.poll_background()
     assert 'iter_20' in caplog.text
     saves.save(iteration(40))
-    ended(saves).look()
+    ended(saves).poll_background()
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert told.startswith(
         "test: the save of iter_20 in the background failed: stage 'write' failed on rank 0: OSError"
@@ -95,7 +95,7 @@ def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp
             if number != 40:
                 disk.setattr(OutputFile, 'write', full)
             saves.save(iteration(number))
-            saves.collect()
+            saves.wait_for_background_save()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert [text.endswith(' The previous save is still complete.') for text in told] == [False, True]
 
@@ -114,12 +114,12 @@ def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, cap
     earlier, later = Run(), Run()
     earlier.begin(tmp_path / 'one' / 'hf_model', save_on_signal='SIGINT')
     saves = later.begin(tmp_path / 'two' / 'hf_model', save_on_signal='SIGINT')
-    assert [*OpenRun._open] == [saves._open_run]
+    assert [*RunRegistration._open] == [saves._registration]
     assert f'{tmp_path / "one" / "hf_model"}: an earlier run was interrupted and is now closed' in caplog.text
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         for number in range(1, 9):
-            saves.save_if_asked(iteration(number))
+            saves.save_if_requested(iteration(number))
     assert assert_whole(tmp_path / 'two' / 'hf_model') > 0
 
 
@@ -142,8 +142,8 @@ def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save,
         else:
             act()
             assert f'{folder}: {said}' in caplog.text
-    saves[0].save_if_asked(iteration(2))
-    saves[0].look()
+    saves[0].save_if_requested(iteration(2))
+    saves[0].poll_background()
     assert staging.is_dir()
     later.newest.abort()
     later.save(iteration(3))
@@ -174,7 +174,7 @@ def test_runs_that_go_on_stay(tmp_path):
     begun.wait()
     for folder in both:
         run.begin(folder)
-    assert len(OpenRun._open) == 3
+    assert len(RunRegistration._open) == 3
     with pytest.raises(TargetError, match='where another hook of this run saves: is it listed twice in custom_hooks'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
@@ -183,7 +183,7 @@ def test_runs_that_go_on_stay(tmp_path):
     over.set()
     thread.join()
     Run().begin(tmp_path / 'next' / 'hf_model')
-    assert len(OpenRun._open) == 1
+    assert len(RunRegistration._open) == 1
 
 
 def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
@@ -202,14 +202,14 @@ def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
 def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp_path, caplog, monkeypatch):
     may_end, write = threading.Event(), OutputFile.write
     monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
-    monkeypatch.setattr(Uploads, 'handle', lambda *args: may_end.wait(HANG_SECS))
+    monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Run().begin(tmp_path / 'hf_model', **more)
-    uploads = next(listener for listener in saves._listeners.each if listener.name == 'uploads')
+    uploads = next(task for task in saves._background_tasks.all if task.name == 'uploads')
     uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path, 'run'))
     saves.save(iteration(2))
     for _ in range(2):
-        saves._listeners.wait_before_exit()
+        saves._background_tasks.wait_before_exit()
     told = [record.getMessage() for record in caplog.records if 'not finished' in record.getMessage()]
     may_end.set()
     limit = f'not finished within exit_wait_secs={exit_wait_secs:g} s'
@@ -234,7 +234,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     run = Run()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
     ended(run.saves[0])
-    run.saves[0]._listeners.wait(float('inf'))
+    run.saves[0]._background_tasks.wait(float('inf'))
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
     del run
     gc.collect()
@@ -258,7 +258,7 @@ def test_a_run_does_not_replace_that_of_another_which_began_in_the_same_second(t
 
 def test_when_training_has_ended_what_saves_have_replaced_is_gone(tmp_path, monkeypatch):
     """Not when the script ends: what comes next may move or delete the folder."""
-    may_delete, deleted, remove = threading.Event(), [], other_folders.remove_tree
+    may_delete, deleted, remove = threading.Event(), [], sibling_folders.remove_tree
 
     def delete_later(path: Path) -> None:
         assert may_delete.wait(HANG_SECS)
@@ -267,10 +267,10 @@ def test_when_training_has_ended_what_saves_have_replaced_is_gone(tmp_path, monk
 
     saves = Run().begin(tmp_path / 'hf_model', async_save=True)
     saves.save(iteration(1))
-    saves.collect()
-    monkeypatch.setattr(other_folders, 'remove_tree', delete_later)
+    saves.wait_for_background_save()
+    monkeypatch.setattr(sibling_folders, 'remove_tree', delete_later)
     saves.save(iteration(2))
-    saves.collect()
+    saves.wait_for_background_save()
     assert deleted == []
     threading.Timer(0.2, may_delete.set).start()
     saves.finish(iteration(2))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.models.zoo.llamas import llama
 from xhf_hooks import save_hf
-from xhf_hooks.places import other_folders
+from xhf_hooks.places import sibling_folders
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves import manager
@@ -114,9 +114,9 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
 def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypatch):
     """What comes before the save, and the deletion of the save that it replaces."""
     caplog.set_level(logging.INFO)
-    chosen, deleted = manager.choose_strategy, other_folders.remove_tree
+    chosen, deleted = manager.choose_strategy, sibling_folders.remove_tree
     monkeypatch.setattr(manager, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
-    monkeypatch.setattr(other_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
+    monkeypatch.setattr(sibling_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
     for _ in range(2):
         cost = save_hf(llama(), tmp_path / 'hf_model').cost
     assert list(cost.stage_secs)[:2] == ['preflight', 'plan']

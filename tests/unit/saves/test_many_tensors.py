@@ -42,7 +42,7 @@ def calls_of_a_save(n_layers: int, root: Any) -> tuple[int, int]:
         saver.save(folder, iteration(2))
     finally:
         sys.setprofile(None)
-    saver.close(), folder.release()
+    saver.close(), folder.unlock()
     return n_calls, len(saver.plan.placements)
 
 

@@ -42,7 +42,7 @@ def test_gives_back_what_went_in(tmp_path, stage, kind, world_size):
     options = {**KINDS, **STAGE_KINDS[stage]}[kind]
     made = MadeCheckpoint(stage=stage, world_size=world_size, **options)
     source = open_checkpoint(made.write(tmp_path / 'global_step5'))
-    assert source.facts['zero_stage'] == stage and source.facts['world_size'] == world_size
+    assert source.manifest_fields['zero_stage'] == stage and source.manifest_fields['world_size'] == world_size
     assert source.warnings == [] and source.iteration == 5
     assert_same_tensors(read_all(source), made.as_trained)
     expected = {**made.as_trained, **made.masters}

@@ -56,7 +56,7 @@ def test_each_rank_holds_what_torch_says(first_of_eight_ranks, sizes):
                 [int(places[dim]) for dim in tensor.device_mesh.mesh_dim_names],
                 tensor.placements,
             )
-            held, share = spreads[name].held_by(rank, with_copies=True), spreads[name].held_by(rank)
+            held, share = spreads[name].held_by(rank, with_replicas=True), spreads[name].held_by(rank)
             assert len(held) == math.prod(shape), name
             assert not held or held.start == offset[0] * row_numel, name
             assert not share or (held.start <= share.start and share.stop <= held.stop), name

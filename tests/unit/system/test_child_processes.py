@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xhf_hooks.system.child_processes import OutlivingChildren
+from xhf_hooks.system.child_processes import SignalProofChildren
 
 #: Longer than anything takes here.
 HANG_SECS = 120.0
@@ -45,7 +45,7 @@ def work(folder: Path) -> None:
 
 def parent(method: str, folder: Path) -> None:
     """A process that handles the signals, as training does, and ends its child; prints its exit code."""
-    children = OutlivingChildren(SIGNALS)
+    children = SignalProofChildren(SIGNALS)
     got = []
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: got.append(number))
@@ -105,7 +105,7 @@ def test_what_multiprocessing_must_have(monkeypatch):
     monkeypatch.setattr('multiprocessing.forkserver._forkserver._forkserver_pid', None)  # of other tests
     assert isinstance(multiprocessing.current_process()._config, dict)
     before = util.spawnv_passfds
-    one, two = OutlivingChildren(SIGNALS), OutlivingChildren(SIGNALS[:1])
+    one, two = SignalProofChildren(SIGNALS), SignalProofChildren(SIGNALS[:1])
     assert util.spawnv_passfds != before
     one.close()
     assert util.spawnv_passfds != before and not two.is_server_older

@@ -44,7 +44,7 @@ def test_what_is_left_of_earlier_attempts_is_not_believed(late_rank):
 @pytest.mark.parametrize(('here', 'missing'), [((0, 2), 'ranks 1, 3'), ((1, 2, 3), 'ranks 0')])
 def test_the_ranks_that_are_missing_are_named_once(here, missing, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(rendezvous, 'TELL_SECS', 0.3)
+    monkeypatch.setattr(rendezvous, 'WARN_AFTER_SECS', 0.3)
     store = dist.HashStore()
     errors = []
 

@@ -62,11 +62,11 @@ def test_little_of_it_stays_in_the_page_cache(tmp_path):
     assert cached_nbytes(tmp_path / 'file') < 128 * MB
 
 
-@pytest.mark.parametrize('beside_training', [False, True])
-def test_all_of_it_stays_in_the_page_cache_where_somebody_reads_it_at_once(tmp_path, beside_training):
+@pytest.mark.parametrize('in_background', [False, True])
+def test_all_of_it_stays_in_the_page_cache_where_somebody_reads_it_at_once(tmp_path, in_background):
     nbytes = 300 * MB
     made = create_file(tmp_path / 'file', b'', nbytes)
-    file = OutputFile(tmp_path / 'file', made, direct=beside_training, stays_cached=True)
+    file = OutputFile(tmp_path / 'file', made, direct=in_background, stays_cached=True)
     file.write(memoryview(host_memory(nbytes).numpy()), 0)
     file.fsync()
     file.close()

@@ -48,8 +48,9 @@ class CheckpointSource:
         tensors: By first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
         unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
-        facts: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``, ``world_size``,
-            ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint`` (path as text).
+        manifest_fields: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``,
+            ``world_size``, ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint``
+            (path as text).
         iteration: Completed training iterations; None if unknown.
         epoch: Completed epochs; None if unknown.
         config_text: ``meta.cfg``, the Python config that MMEngine dumped; None if there is none.
@@ -67,8 +68,8 @@ class CheckpointSource:
         self.unproven: tuple[str, ...] = ()
         self.has_unnamed_masters = False  # of stage 0 of DeepSpeed, which does not say whose they are
         self.warnings: list[str] = []
-        self.facts: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
-        self.facts['checkpoint'] = str(found.path)
+        self.manifest_fields: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
+        self.manifest_fields['checkpoint'] = str(found.path)
         if found.layout == 'dcp':
             self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
             model, tensors = ModelState(found.path, {}, {}), load_dcp(found)
@@ -111,7 +112,7 @@ class CheckpointSource:
         live = _live(content, tensors) if key == 'state_dict' else None
         self.averages = live is not None
         if live is not None and ema:
-            self.facts['weights'] = 'averaged'
+            self.manifest_fields['weights'] = 'averaged'
         not_tensors = not_tensors_in(content if key is None else content[key])
         model = ModelState(file, content, tensors if ema or live is None else live, not_tensors=not_tensors)
         return model, assemble(model, {}, {})
@@ -130,7 +131,12 @@ class CheckpointSource:
         # In the config: stage 0 with BF16_Optimizer has the files of stage 1
         stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
         n_ranks = optims[0].world_size if optims else _first_int(first.content.get('dp_world_size'))
-        self.facts |= {'engine': 'deepspeed', 'zero_stage': stage, 'world_size': n_ranks, 'deepspeed': first.version}
+        self.manifest_fields |= {
+            'engine': 'deepspeed',
+            'zero_stage': stage,
+            'world_size': n_ranks,
+            'deepspeed': first.version,
+        }
         with parsing(first.file, 'a checkpoint of DeepSpeed'):
             shapes = first.shapes or ()
             is_zero3 = bool(optims) and optims[0].stage == 3

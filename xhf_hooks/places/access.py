@@ -78,7 +78,7 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     return not is_missed
 
 
-def claim_targets(
+def prepare_targets(
     log: logging.LoggerAdapter,
     targets: Sequence[CheckpointFolder],
     nbytes: int,
@@ -99,9 +99,9 @@ def claim_targets(
         TargetError: A folder cannot be used, or the disk is too small.
     """
     for target in targets:
-        target.claim(bases, may_replace=may_replace)
-        if sweep is not None and target.lock.is_seen:
-            with target.others.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
+        target.prepare(bases, may_replace=may_replace)
+        if sweep is not None and target.lock.works_across_hosts:
+            with target.siblings.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
                 sweep_dead_runs(log, sweep, target.name, bases)
     targets[0].require_room(nbytes)
 
@@ -111,17 +111,17 @@ def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases
 
     Args:
         name: Of their saves, such as ``hf_model``.
-        bases: As for :func:`claim_targets`.
+        bases: As for :func:`prepare_targets`.
     """
     for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):
         left = CheckpointFolder(run / name, max_keep=-1, warn=log.warning)
-        with left.others.going_on(f'{run}: what a killed run left there could not be cleaned up'):
-            left.others.guard(bases)
+        with left.siblings.going_on(f'{run}: what a killed run left there could not be cleaned up'):
+            left.siblings.guard(bases)
             if run.is_symlink() or not left.lock.acquire():
                 continue
             try:
                 left.recover()
             finally:
-                left.release()
-            if not left.others.find(*TEMPORARY):
+                left.unlock()
+            if not left.siblings.find(*TEMPORARY):
                 log.info(f'removed what a killed run left in {run}')

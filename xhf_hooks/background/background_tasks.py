@@ -1,6 +1,6 @@
-"""Listeners: what goes on beside training, and how all of it is waited for, however the run ends.
+"""BackgroundTasks: what goes on beside training, and how all of it is waited for, however the run ends.
 
-A listener is told of each committed save, works on it in a thread of its own, and tells the outcome there:
+A task is told of each committed save, works on it in a thread of its own, and tells the outcome there:
 :class:`.Uploads`, :class:`.OnSaved`. So is the save in flight: the work of :class:`.SavesInBackground` is to save.
 """
 
@@ -37,10 +37,10 @@ def poll(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
 Job = TypeVar('Job')
 
 
-class Listener(ABC, Generic[Job]):
+class BackgroundTask(ABC, Generic[Job]):
     """Works on one save after another, in a thread of low priority that waits for work from the beginning.
 
-    No thread can be started while the process exits, nor perhaps when a save is due. A listener keeps neither the run
+    No thread can be started while the process exits, nor perhaps when a save is due. A task keeps neither the run
     nor its model in memory once a save is done: a run that is never closed can be forgotten.
 
     Attributes:
@@ -64,10 +64,10 @@ class Listener(ABC, Generic[Job]):
     def work(self, job: Job) -> None:
         """What is done with a save, in this thread. Raises nothing."""
 
-    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+    def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Called after each commit, in the thread that saves, before the next save to that target begins.
 
-        Begins with an agreement if it communicates; then all ranks have this listener.
+        Begins with an agreement if it communicates; then all ranks have this task.
         """
 
     def add(self, job: Job) -> None:
@@ -112,8 +112,8 @@ class Listener(ABC, Generic[Job]):
             self._current = None  # it may hold a model
 
 
-class Listeners:
-    """All listeners of one run, in the order in which they are told and waited for.
+class BackgroundTasks:
+    """All background tasks of one run, in the order in which each commit reaches them and an end waits for them.
 
     It knows neither model nor run, so that it can be waited for when both are forgotten. In a forked child, all that
     waits does nothing.
@@ -123,22 +123,22 @@ class Listeners:
     """
 
     def __init__(self, log: LoggerAdapter, most_secs: float) -> None:
-        self.each: list[Listener] = []
+        self.all: list[BackgroundTask] = []
         self._log = log
         self._most_secs = most_secs
         self._process = os.getpid()
         self._deadline: float | None = None
-        self._given_up: set[str] = set()  # names of listeners that have been told not to have finished
+        self._given_up: set[str] = set()  # names of tasks that were logged as not finished
 
-    def renew(self) -> None:
+    def reset_wait_deadline(self) -> None:
         """A save begins: what follows may take as long as allowed."""
         self._deadline = None
         self._given_up.clear()
 
-    def committed(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
-        """Tell each listener of a committed save. Runs on: all ranks."""
-        for listener in self.each:
-            listener.committed(target, step, collective)
+    def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
+        """Tell each task of a committed save. Runs on: all ranks."""
+        for task in self.all:
+            task.handle_commit(target, step, collective)
 
     def wait(self, secs: float, *, for_all: bool = True) -> bool:
         """Returns whether nothing is left to wait for: the work has ended, or may not take longer. Needs no other rank.
@@ -149,19 +149,17 @@ class Listeners:
         is_first = self._deadline is None
         if self._deadline is None:
             self._deadline = time.monotonic() + self._most_secs
-        for listener in [listener for listener in self.each if for_all or listener.must_finish]:
-            if is_first and listener.left():
-                self._log.info(f'waiting for {listener.name}')
+        for task in [task for task in self.all if for_all or task.must_finish]:
+            if is_first and task.left():
+                self._log.info(f'waiting for {task.name}')
             left_secs = max(0.0, self._deadline - time.monotonic())
-            if not listener.wait(min(secs, left_secs)):
+            if not task.wait(min(secs, left_secs)):
                 if secs < left_secs:
                     return False
-                if listener.name not in self._given_up:
-                    self._given_up.add(listener.name)
-                    left = '; '.join(listener.left())
-                    self._log.warning(
-                        f'{listener.name}: not finished within exit_wait_secs={self._most_secs:g} s: {left}'
-                    )
+                if task.name not in self._given_up:
+                    self._given_up.add(task.name)
+                    left = '; '.join(task.left())
+                    self._log.warning(f'{task.name}: not finished within exit_wait_secs={self._most_secs:g} s: {left}')
         return True
 
     def wait_before_exit(self) -> None:
@@ -171,18 +169,18 @@ class Listeners:
         try:
             self.wait(math.inf, for_all=False)
         except BaseException:  # Ctrl-C
-            for listener in self.each:
-                if listener.must_finish and (left := listener.left()):
-                    self._log.warning(f'{listener.name}: no longer waited for: {"; ".join(left)}')
+            for task in self.all:
+                if task.must_finish and (left := task.left()):
+                    self._log.warning(f'{task.name}: no longer waited for: {"; ".join(left)}')
             raise
 
     def close(self) -> None:
         """Training is over: end what need not finish, wait for the rest, and drop what has not finished by then."""
         if os.getpid() != self._process:
             return
-        for listener in self.each:
-            if not listener.must_finish:
-                listener.close()
+        for task in self.all:
+            if not task.must_finish:
+                task.close()
         self.wait_before_exit()
-        for listener in self.each:
-            listener.close()
+        for task in self.all:
+            task.close()

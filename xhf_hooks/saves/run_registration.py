@@ -14,8 +14,8 @@ from typing import ClassVar
 from xhf_hooks.errors import TargetError
 
 
-class OpenRun:
-    """One run, from :meth:`begin` until it is closed or forgotten. Used by: the thread that trains.
+class RunRegistration:
+    """One run, from :meth:`register` until it is closed or forgotten. Used by: the thread that trains.
 
     Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
     thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one, unless a callback of the earlier
@@ -27,10 +27,10 @@ class OpenRun:
         close: Called to close it, when another run begins.
 
     Attributes:
-        is_closed: Whether :meth:`end` was called.
+        is_closed: Whether :meth:`unregister` was called.
     """
 
-    _open: ClassVar[weakref.WeakSet[OpenRun]] = weakref.WeakSet()
+    _open: ClassVar[weakref.WeakSet[RunRegistration]] = weakref.WeakSet()
 
     def __init__(self, run: object | None, places: set[str], close: Callable[[], None]) -> None:
         self._run = None if run is None else weakref.ref(run)
@@ -51,7 +51,7 @@ class OpenRun:
         Raises:
             TargetError: A run that may still be going on has one of our places.
         """
-        for other in [*OpenRun._open]:
+        for other in [*RunRegistration._open]:
             if not other.is_of_this_process:
                 continue
             both = self._places & other._places
@@ -87,14 +87,14 @@ class OpenRun:
             frame = frame.f_back
         return False
 
-    def begin(self) -> None:
+    def register(self) -> None:
         """From now on, later runs may close it."""
-        OpenRun._open.add(self)
+        RunRegistration._open.add(self)
 
-    def end(self) -> None:
+    def unregister(self) -> None:
         """It is closed."""
         self.is_closed = True
-        OpenRun._open.discard(self)
+        RunRegistration._open.discard(self)
 
     def closed_error(self) -> TargetError:
         """Says that its folders are no longer its own, but perhaps those of the next run in them."""

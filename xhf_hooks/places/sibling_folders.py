@@ -18,13 +18,14 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_commit, read_manifest
+from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_manifest_or_none
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.planning.types import Step
 
 
-class OtherFolders:
+class SiblingFolders:
     """What lies beside the folder of the newest save, and how it is deleted.
 
     Args:
@@ -95,7 +96,7 @@ class OtherFolders:
         for path in self._newest.parent.iterdir():
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
                 with self.going_on(f'{path} cannot be read, so it stays'):
-                    saved = read_commit(path)
+                    saved = read_manifest_or_none(path)
                     is_ours = saved is not None and saved.name == self._newest.name
                     if saved and is_ours and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
                         found[path] = saved
@@ -111,27 +112,29 @@ class OtherFolders:
         if path != wanted:
             self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
 
-    def retain(self, replaced: Path | None, newest: Step, max_keep: int) -> None:
+    def retain(self, replaced: Path | None, newest: Step, retention: Retention) -> None:
         """After a commit, and at no other time: delete the saves that are too many.
 
         Args:
             replaced: The folder that had the name of the newest save, if any; it becomes an older one.
             newest: The step that was just committed.
+            retention: Which saves stay.
         """
+        last = (self._newest, newest.iteration)  # always stays
         if replaced is not None:
-            saved = read_commit(replaced)
+            saved = read_manifest_or_none(replaced)
             if saved is None:  # it was empty when it was looked at
                 self._delete(replaced, None)
-            elif max_keep == 1 or saved.step == newest:
+            elif saved.step == newest or replaced in retention.superfluous([last, (replaced, saved.step.iteration)]):
                 self.discard(replaced)
             else:
                 for path, older in self.older(saved.step.label).items():
                     if older.step == saved.step:  # saved again by a run that went back
                         self.discard(path)
                 self.add_older(replaced, saved)
-        if max_keep != -1:
-            for path in [*self.older()][max_keep - 1 :]:
-                self.discard(path)
+        older_saves = [(path, saved.step.iteration) for path, saved in self.older().items()]
+        for path in retention.superfluous([last, *older_saves]):
+            self.discard(path)
 
     def discard(self, folder: Path) -> None:
         """Delete a complete save, in the background.
@@ -165,7 +168,7 @@ class OtherFolders:
         else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
 
-    def release(self, kept: Path, saved: Manifest) -> None:
+    def delete_pinned(self, kept: Path, saved: Manifest) -> None:
         """Delete a folder of files that were kept for readers. Runs on: any thread."""
         with self.going_on(f'{kept}, which is no longer read, could not be deleted'):
             self._delete(kept, saved)

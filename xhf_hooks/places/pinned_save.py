@@ -11,13 +11,13 @@ from pathlib import Path
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import file_size_and_crc32
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import Manifest, read_commit
+from xhf_hooks.integrity.manifest import Manifest, read_manifest_or_none
 from xhf_hooks.places.file_system import clone, new_name
-from xhf_hooks.places.other_folders import OtherFolders
+from xhf_hooks.places.sibling_folders import SiblingFolders
 
 
 @dataclass(frozen=True)
-class KeptSave:
+class PinnedSave:
     """The files of a committed save under another name, for readers in any process, whatever becomes of the save.
 
     Attributes:
@@ -28,15 +28,15 @@ class KeptSave:
 
     path: Path
     manifest: Manifest = field(repr=False)
-    others: OtherFolders = field(repr=False)
+    siblings: SiblingFolders = field(repr=False)
     links: dict[Path, os.stat_result] = field(default_factory=dict, repr=False)
 
-    def release(self) -> None:
+    def unpin(self) -> None:
         """Delete the folder. What others put into it, or changed, gets another name. Call it from any thread.
 
         Does nothing the second time. The disk space is freed when the save itself is deleted, too.
         """
-        self.others.release(self.path, self.manifest)
+        self.siblings.delete_pinned(self.path, self.manifest)
 
     def changed(self) -> list[Path]:
         """The hard links through which somebody has changed the save itself.
@@ -58,16 +58,16 @@ class KeptSave:
         return changed
 
 
-def keep_save(folder: Path, others: OtherFolders) -> KeptSave:
+def pin_save(folder: Path, siblings: SiblingFolders) -> PinnedSave:
     """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
 
     Raises:
         TargetError: The folder is not a committed save, or its files cannot be kept.
     """
-    commit = read_commit(folder)
+    commit = read_manifest_or_none(folder)
     if commit is None:
         raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
-    kept = KeptSave(new_name(folder, 'kept'), commit, others)
+    kept = PinnedSave(new_name(folder, 'kept'), commit, siblings)
     try:
         for name in (*commit.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
             source, to = folder / name, kept.path / name
