@@ -65,7 +65,8 @@ COMMANDS = {
     *XTUNER_FROM_NOTHING,
 }
 CONFIG_LINES = {
-    "dict(type='HFCheckpointHook')": 'getting-started.md',
+    "dict(type='xhf_hooks.HFCheckpointHook')": 'README.md',
+    'pretrained_model_name_or_path': 'getting-started.md',
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',

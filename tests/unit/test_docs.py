@@ -113,10 +113,34 @@ def test_the_links_lead_somewhere(page):
 
 
 def test_the_chinese_readme_says_the_same():
-    """Its code, links and figures."""
-    for what in (r'(?ms)^```.*?^```$', r'\]\((?!README)([^)]+)\)', r'\d+(?:\.\d+)?'):
-        found = [sorted(re.findall(what, PAGES[name])) for name in ('README.md', 'README_zh-CN.md')]
-        assert found[0] == found[1] and len(found[0]) >= 6
+    """Its code and figures, and its links: to the Chinese page where there is one."""
+    pages = [PAGES['README.md'], PAGES['README_zh-CN.md']]
+    for what in (r'(?ms)^```.*?^```$', r'\d+(?:\.\d+)?'):
+        english, chinese = (sorted(re.findall(what, page)) for page in pages)
+        assert english == chinese and len(english) >= 6
+    english, chinese = (re.findall(r'\]\((?!README)([^)#]+)(#[^)]+)?\)', page) for page in pages)
+    assert sorted(in_chinese(link) for link, _ in english) == sorted(link for link, _ in chinese)
+    assert sorted(link for link, heading in english if heading) == sorted(
+        link.replace('zh_cn/', '') for link, heading in chinese if heading
+    )
+
+
+def in_chinese(link: str) -> str:
+    """The Chinese page of a page, or the page itself."""
+    translated = link.replace('docs/', 'docs/zh_cn/', 1)
+    return translated if (ROOT / translated).is_file() else link
+
+
+def heading_links(page: Path) -> set[str]:
+    """The links that GitHub and MyST make of a page's headings."""
+    headings = re.findall(r'(?m)^#+ (.*)$', re.sub(r'(?ms)^```.*?^```$', '', page.read_text(encoding='utf-8')))
+    return {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', OUTER)
+def test_the_headings_that_are_linked_are_there(page):
+    links = re.findall(r'\]\(([^):#]+\.md)#([^)]+)\)', PAGES[page])
+    assert [link for link in links if link[1] not in heading_links(ROOT / link[0])] == []
 
 
 def test_what_the_readme_counts_of_xtuners_configs():

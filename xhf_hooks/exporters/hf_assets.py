@@ -116,9 +116,9 @@ def write(
     from transformers.dynamic_module_utils import custom_object_save
 
     warnings = [
-        f"{model_class(model).__name__} was not loaded from older names of tensors, so transformers leaves '{prefix}' "
-        f'out of those in {path}, and this save does the same: neither transformers 4 nor vLLM reads them. To keep the '
-        f'older names, load the model before training from a folder that has them, as those on the Hub have'
+        f'{model_class(model).__name__} was not loaded from a folder with the tensor names of the Hub, so the save has '
+        f"the names that transformers 5 gives (without '{prefix}' in {path}), which neither transformers 4 nor vLLM "
+        f"reads. To keep the Hub's names, load the model, before training, from a folder that has them"
         for path, prefix in prefixes_left_out(model).items()
     ]
     if is_remote_code(model):  # the folder does not load without the code

@@ -218,16 +218,17 @@ def _warn_of_edited_base(config: PeftConfig) -> list[str]:
     if not edits_base(init) or edits_base_again(init):
         return []
     return [
-        f'init_lora_weights={init!r} changed the weights of {config.base_model_name_or_path} before training, and peft '
-        f"does not change them so again: loaded onto it, this adapter is another model. Set lora to 'merge', or save "
-        f"with peft's path_initial_model_for_weight_conversion, which makes it a LoRA of the unchanged base"
+        f'init_lora_weights={init!r} changed the weights of {config.base_model_name_or_path} before training in a '
+        f'way that peft cannot repeat when it loads the adapter: the loaded model differs from the trained one. Set '
+        f"lora to 'merge', or save with peft's path_initial_model_for_weight_conversion, which makes a LoRA of the "
+        f'unchanged base'
     ]
 
 
 def _computed_by_peft(kind: str, what: str) -> ModelError:
     return ModelError(
-        f'of an adapter of type {kind}, peft writes {what}, not tensors of the model as they are, which is all '
-        f"that this save can copy. Save it with peft's own save_pretrained (at ZeRO-3 in zero.GatheredParameters), "
+        f'for an adapter of type {kind}, peft writes {what} instead of tensors of the model, and this save can only '
+        f"copy tensors of the model. Save it with peft's own save_pretrained (at ZeRO-3 in zero.GatheredParameters), "
         f'or train with LoraConfig, IA3Config, VeraConfig, PromptTuningConfig, or PrefixTuningConfig without '
         f'prefix_projection'
     )

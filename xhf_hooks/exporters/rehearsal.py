@@ -188,7 +188,7 @@ def require_none(
 
 def not_rehearsed(kind: type, error: Exception) -> str:
     """A line for the log."""
-    return f'that saves will load could not be tried beforehand: {kind.__name__}: {error_text(error, 300)}'
+    return f'could not check in advance that saves will load: {kind.__name__}: {error_text(error, 300)}'
 
 
 def needs_its_code(kind: type) -> list[str]:

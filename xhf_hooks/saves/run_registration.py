@@ -99,6 +99,6 @@ class RunRegistration:
     def closed_error(self) -> TargetError:
         """Says that its folders are no longer its own, but perhaps those of the next run in them."""
         return TargetError(
-            f'{min(self._places)}: this run was closed, by close() or since another run of this process began to save '
-            f'there, so it can save no more; set out_dir of one of them to a folder of another name'
+            f'{min(self._places)}: this run was closed, by close() or because another run in this process started '
+            f'saving there, so it can save no more; set out_dir of one of them to a folder of another name'
         )

@@ -87,6 +87,6 @@ def refuse_unnamed_fp32_masters(engine_or_optimizer: Any) -> None:
         if any(hasattr(found, name) for name in ('fp32_groups', 'fp32_groups_flat')):
             expected = (
                 f"no 'float32', or stage 1, 2 or 3 of zero_optimization in DeepSpeed's config: at stage 0, its "
-                f'{type(found).__name__} does not say whose the fp32 master weights are'
+                f'{type(found).__name__} does not show which parameter each fp32 master weight belongs to'
             )
             raise OptionError('dtype', expected, 'float32')

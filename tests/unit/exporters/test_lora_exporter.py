@@ -319,7 +319,7 @@ def test_an_adapter_of_another_kind_is_pefts(kind, tmp_path):
 @pytest.mark.parametrize('kind', [kind for kind, (name, _) in COMPUTED.items() if hasattr(peft, name)])
 def test_an_adapter_that_peft_computes_is_refused(kind):
     found = refusal(adapted_by(*COMPUTED[kind]))
-    assert f'of an adapter of type {kind}, peft writes' in found and "peft's own save_pretrained" in found
+    assert f'for an adapter of type {kind}, peft writes' in found and "peft's own save_pretrained" in found
 
 
 # Several adapters

@@ -66,9 +66,9 @@ if HAS_CONVERSION:
 
         model = build(family, models=MODELS)
         save_hf(model, tmp_path / 'built')
-        said = f'save_hf: {type(model).__name__} was not loaded from older names of tensors, so transformers leaves '
+        said = f'save_hf: {type(model).__name__} was not loaded from a folder with the tensor names of the Hub, so '
         (warning,) = [one for one in warnings() if one.startswith(said)]
-        assert "leaves 'vision_model' out of those in vision_tower" in warning
+        assert "(without 'vision_model' in vision_tower)" in warning
         file = tmp_path / 'built' / 'model.safetensors'
         older = {name.replace('vision_tower.', 'vision_tower.vision_model.'): x for name, x in load_file(file).items()}
         assert older.keys() != load_file(file).keys()

@@ -133,7 +133,7 @@ def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save,
     thread.join()
     later = Run().begin(folder)
     staging = later.newest.open_staging()
-    said = 'this run was closed, by close() or since another run of this process began to save there'
+    said = 'this run was closed, by close() or because another run in this process started saving there'
     for act in (lambda: saves[0].save(iteration(1)), lambda: saves[0].finish(iteration(2))):
         caplog.clear()
         if on_error == 'raise':

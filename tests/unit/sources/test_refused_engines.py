@@ -25,7 +25,8 @@ def test_masters_of_stage_0(name):
     """DeepSpeed's own classes, as the engine has them or Trainer passes them in a wrapper."""
     FP16_Optimizer = type('FP16_Optimizer', (), {name: []})
     for given in (FP16_Optimizer(), SimpleNamespace(optimizer=FP16_Optimizer())):
-        with pytest.raises(OptionError, match=r"no 'float32', or stage 1, 2 or 3 .* FP16_Optimizer does not say whose"):
+        said = "no 'float32', or stage 1, 2 or 3 .* FP16_Optimizer does not show which parameter each fp32 master"
+        with pytest.raises(OptionError, match=said):
             refuse_unnamed_fp32_masters(given)
     refuse_unnamed_fp32_masters(SimpleNamespace(optimizer=None))
 
