@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import Field, dataclass
+from typing import Any
 
 from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions, in_reading_order
 
@@ -23,6 +25,7 @@ class _Words:
     head: str
     where: tuple[str, str, str]
     columns: str
+    advanced: str
     also: str
 
 
@@ -36,6 +39,7 @@ ENGLISH = _Words(
         'One call in your own training loop.',
     ),
     '| option | default | meaning |',
+    'Advanced',
     'And, as in {doors}: {names}.',
 )
 CHINESE = _Words(
@@ -48,6 +52,7 @@ CHINESE = _Words(
         '在自己的训练循环中调用。',
     ),
     '| 选项 | 默认值 | 含义 |',
+    '高级选项',
     '另外，与 {doors} 相同：{names}。',
 )
 
@@ -57,17 +62,26 @@ def page(words: _Words = ENGLISH) -> str:
     lines = [words.head]
     told: dict[str, str] = {}
     for (door, options), where in zip(_DOORS.items(), words.where, strict=True):
-        lines += ['', f'## {door}', '', where, '', words.columns, '|---|---|---|']
-        for option in in_reading_order(options):
-            if option.name not in told:
-                told[option.name] = door
-                meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata[words.meaning]).replace('|', '\\|')
-                lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
+        lines += ['', f'## {door}', '', where]
+        own = [option for option in in_reading_order(options) if option.name not in told]
+        told |= dict.fromkeys((option.name for option in own), door)
+        lines += _table([option for option in own if not option.metadata['is_advanced']], words)
+        advanced = [option for option in own if option.metadata['is_advanced']]
+        if advanced:
+            lines += ['', f'### {words.advanced}', *_table(advanced, words)]
         known = [option.name for option in in_reading_order(options) if told[option.name] != door]
         if known:
             doors = ' and '.join(dict.fromkeys(told[name] for name in known))
             lines += ['', words.also.format(doors=doors, names=', '.join(known))]
     return '\n'.join([*lines, ''])
+
+
+def _table(options: Sequence[Field[Any]], words: _Words) -> list[str]:
+    lines = ['', words.columns, '|---|---|---|']
+    for option in options:
+        meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata[words.meaning]).replace('|', '\\|')
+        lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
+    return lines
 
 
 if __name__ == '__main__':

@@ -33,6 +33,7 @@ WriterName = Literal['auto', 'positional', 'parallel', 'stream', 'gather']
 CARRY_BASE = get_args(CarryBase)
 LLAVA_FORMATS = get_args(LlavaFormat)
 LORA_MODES = get_args(LoraMode)
+VERIFY_LEVELS = get_args(VerifyLevel)
 #: Signals that can request a save. The first two do nothing else; the others also end the process.
 SIGNALS = ('SIGUSR1', 'SIGUSR2', 'SIGTERM', 'SIGINT', 'SIGHUP', 'SIGXCPU')
 
@@ -213,15 +214,23 @@ def _library_arguments(option: str, value: Any) -> dict[str, Any]:
     }
 
 
-def _option(default: Any, meaning: str, check: Check, *, zh: str) -> Any:
-    """A field. ``zh`` is its meaning in Chinese, for docs/zh_cn/options.md."""
-    return field(default=default, metadata={'meaning': meaning, 'zh': zh, 'check': check})
+def _option(default: Any, meaning: str, check: Check, *, zh: str, is_advanced: bool = False) -> Any:
+    """A field of an options class.
+
+    Args:
+        default: The value if the user gives none.
+        meaning: What the option does, in English.
+        check: Accepts or refuses a value.
+        zh: What the option does, in Chinese, for docs/zh_cn/options.md.
+        is_advanced: Whether the pages list it under "Advanced", since hardly anybody changes it.
+    """
+    return field(default=default, metadata={'meaning': meaning, 'zh': zh, 'check': check, 'is_advanced': is_advanced})
 
 
 _Documented = TypeVar('_Documented', bound=Callable[..., Any])
 
 
-def explains(options: type) -> Callable[[_Documented], _Documented]:
+def explains(options: type[_Options]) -> Callable[[_Documented], _Documented]:
     """A decorator that adds the meaning of each option to a docstring, for ``help()``, editors and the API page."""
 
     def explain(documented: _Documented) -> _Documented:
@@ -234,15 +243,17 @@ def explains(options: type) -> Callable[[_Documented], _Documented]:
     return explain
 
 
-def _refusing_other_names(init: Callable[..., None], options: type) -> Callable[..., None]:
+def _refusing_other_names(init: Callable[..., None], options: type[_Options]) -> Callable[..., None]:
     """The constructor, with an error that names the option that was probably meant."""
-    names = [option.name for option in fields(options)]
+    names = [option.name for option in fields(options)]  # type: ignore[arg-type]
 
     @functools.wraps(init)
     def checked(self: Any, *values: Any, **given: Any) -> None:
         for name in given.keys() - names:
             close = difflib.get_close_matches(name, names, n=1)
             meant = f'; did you mean {close[0]!r}?' if close else ''
+            if name in options.other_names:
+                meant = f'; here it is called {options.other_names[name]!r}'
             raise TypeError(f'{type(self).__name__} has no option {name!r}{meant}')
         init(self, *values, **given)
 
@@ -252,8 +263,10 @@ def _refusing_other_names(init: Callable[..., None], options: type) -> Callable[
 def in_reading_order(options: type) -> list[Field[Any]]:
     """The options of a class: out_dir, then its own, then inherited ones."""
     classes = [base for base in options.__mro__ if is_dataclass(base)]
+    names = {option.name for option in fields(options)}
     found = {o.name: o for base in classes for o in fields(base) if o.name in inspect.get_annotations(base)}
-    return sorted(found.values(), key=lambda option: option.name != 'out_dir')
+    of_class = [option for name, option in found.items() if name in names]
+    return sorted(of_class, key=lambda option: option.name != 'out_dir')
 
 
 class _Options:
@@ -265,6 +278,8 @@ class _Options:
     """
 
     needs: ClassVar[tuple[str, ...]] = ('torch', 'transformers')
+    #: What other libraries, or an earlier version, call an option -> its name here; for messages.
+    other_names: ClassVar[Mapping[str, str]] = {'backend_args': 'storage_options'}
 
     def __post_init__(self) -> None:
         require_packages(*self.needs)
@@ -370,6 +385,7 @@ class SaveOptions(_Options):
         'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.',
         _size,
         zh='一次 gather 或发送多少字节。额外内存的峰值约为一个桶。',
+        is_advanced=True,
     )
     writer: WriterName = _option(
         'auto',
@@ -390,7 +406,7 @@ class SaveOptions(_Options):
         'sizes',
         "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, and the headers. "
         "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
-        _one_of(*get_args(VerifyLevel)),
+        _one_of(*VERIFY_LEVELS),
         zh=(
             "提交之前检查什么。'sizes'：每个字节都已写入，以及文件大小和文件头。'full'：另外从磁盘读回每个字"
             '节，与在内存中计算的校验和比较。'
@@ -431,7 +447,7 @@ class CallOptions(SaveOptions):
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
     upload_keep: ClassVar[int] = -1
-    backend_args: ClassVar[None] = None
+    storage_options: ClassVar[None] = None
 
     _: KW_ONLY
     step: int | None = _option(
@@ -523,6 +539,7 @@ class RunOptions(SaveOptions):
             '时等待上传和 ``on_saved`` 多久。无论如何，torchrun 在 SIGTERM 之后 30 秒发送 SIGKILL；torch 2.13'
             ' 可以用 ``--shutdown-timeout`` 改变。'
         ),
+        is_advanced=True,
     )
     upload_to: str | None = _option(
         None,
@@ -541,7 +558,7 @@ class RunOptions(SaveOptions):
         _at_least(1, -1),
         zh='保留多少次上传的保存，包括最新的一次。-1 全部保留。',
     )
-    backend_args: dict[str, Any] | None = _option(
+    storage_options: dict[str, Any] | None = _option(
         None,
         "Keyword arguments for the library of the store in ``upload_to``, such as ``dict(endpoint_url='https://...')``."
         ' Keep credentials where that library looks for them, not here.',
@@ -560,7 +577,7 @@ class RunOptions(SaveOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ('upload_keep', 'backend_args'):
+        for option in ('upload_keep', 'storage_options'):
             self.require_default(option, 'unless upload_to is a store', when=self.upload_to is None)
         keeps_all = self.max_keep_ckpts == -1 and self.upload_keep == -1
         self.require_default('keep_every', 'when max_keep_ckpts and upload_keep keep all', when=keeps_all)
@@ -626,6 +643,9 @@ class HookOptions(RunOptions):
 class CallbackOptions(RunOptions):
     """Options of ``HFCheckpointCallback``, named as in TrainingArguments where it has the same option."""
 
+    other_names: ClassVar[Mapping[str, str]] = {**RunOptions.other_names, 'max_keep_ckpts': 'save_total_limit'}
+    llava_format: ClassVar[None] = None  # type: ignore[misc]  # an option for XTuner's models
+
     _: KW_ONLY
     save_strategy: Literal['no', 'steps', 'epoch'] | None = _option(
         None,
@@ -638,6 +658,22 @@ class CallbackOptions(RunOptions):
         "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
         _at_least(1),
         zh="``save_strategy='steps'`` 时两次保存之间的步数。None：与 TrainingArguments 相同。",
+    )
+    save_total_limit: int | None = _option(
+        1,
+        'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500``. None keeps all. '
+        'It is not taken from TrainingArguments, whose limit is that of checkpoints to resume from.',
+        _must_be(
+            'an integer of at least 1, or None', lambda value: value is None or (_is_number(value, int) and value >= 1)
+        ),
+        zh=(
+            '保留多少次保存，包括最新的一次。较早的名为 ``hf_model_iter_500``。None 全部保留。'
+            '它不取自 TrainingArguments，后者限制的是用于恢复训练的检查点。'
+        ),
+    )
+    #: The same limit in MMEngine's words, in which saves read it. As a class variable it is no option of the callback.
+    max_keep_ckpts: ClassVar[Any] = property(  # type: ignore[misc]
+        lambda self: -1 if self.save_total_limit is None else self.save_total_limit
     )
 
     def __post_init__(self) -> None:

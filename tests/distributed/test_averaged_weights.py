@@ -173,7 +173,7 @@ def test_refused_before_training(finished, name):
 def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
     log_dir = log_dir_of(finished, name)
     hook, checkpoint = log_dir / 'hf_model', log_dir.parent / 'iter_4.pth'
-    out = convert(checkpoint, tmp_path / 'out', '--base', hook, '--verify')
+    out = convert(checkpoint, tmp_path / 'out', '--base', hook, '--verify', 'full')
     assert 'the averaged weights)' in capsys.readouterr().out
     assert_same_files(out, hook)
     assert manifest(out)['weights'] == 'averaged'

@@ -93,7 +93,7 @@ def test_the_folder_has_the_bytes_of_the_base_and_of_the_trained_model(saved, wa
 
 def test_a_conversion_is_the_same_folder(saved, tmp_path):
     check(saved, 'saves')
-    options = ['--base', saved.root / 'base', '--carry-base', 'all', '--verify']
+    options = ['--base', saved.root / 'base', '--carry-base', 'all', '--verify', 'full']
     out = convert(saved.root / 'checkpoint', tmp_path / 'out', *options, '--max-shard-size', '20KB')
     assert_same_files(out, saved.root / 'gather_in_shards')
     assert verify([str(out), '--load']) == 0

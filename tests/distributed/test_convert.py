@@ -236,7 +236,7 @@ def test_the_hooks_bytes(finished, name, tmp_path):
 def test_an_earlier_iteration_in_shards_is_another_model(finished, tmp_path):
     base = export_of(finished, 'zero3')
     checkpoint = finished.root / 'zero3' / 'iter_2.pth'
-    folder = convert(checkpoint, tmp_path / 'out', '--base', base, '--max-shard-size', '20KB', '--verify')
+    folder = convert(checkpoint, tmp_path / 'out', '--base', base, '--max-shard-size', '20KB', '--verify', 'full')
     sharded, last = folder_tensors(folder), folder_tensors(base)
     assert len(list(folder.glob('*.safetensors'))) > 3 and sharded.keys() == last.keys()
     whole = folder_tensors(convert(checkpoint, tmp_path / 'whole', '--base', base, '--dtype', 'bfloat16'))
@@ -264,7 +264,7 @@ def test_engines_without_a_trainer(finished, name, mode, tmp_path, monkeypatch):
         options += ['--base', folder / 'hook_adapter']
     elif mode == 'both':
         shutil.copy(folder / 'hook_adapter' / 'adapter_config.json', folder / 'checkpoint')
-    found = convert(folder / 'checkpoint', tmp_path / 'out', *options, '--verify')
+    found = convert(folder / 'checkpoint', tmp_path / 'out', *options, '--verify', 'full')
     assert_same_files(found, folder / f'hook_{mode}')
 
 
@@ -297,7 +297,7 @@ def test_fp32_tensors_are_the_masters_whatever_writes_them(finished, name, tmp_p
     for way in MIXED_WAYS:
         assert_same_folder_tensors(folder / way, folder / 'positional')
     for shard in ('5GB', '20KB') if dtype != 'float16' else ():
-        options = ['--base', folder / 'base', '--dtype', dtype, '--max-shard-size', shard, '--verify']
+        options = ['--base', folder / 'base', '--dtype', dtype, '--max-shard-size', shard, '--verify', 'full']
         converted = convert(folder / 'checkpoint', tmp_path / shard, *options)
         assert_same_folder_tensors(converted, folder / 'positional')
         assert config_of(converted) == config_of(folder / 'positional')

@@ -101,13 +101,13 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
     ),
     # Trainer itself writes nothing at all
     'own_schedule': (
-        dict(save_strategy='steps', save_steps=2, max_keep_ckpts=-1, save_last=False),
+        dict(save_strategy='steps', save_steps=2, save_total_limit=None, save_last=False),
         dict(max_steps=5),
         zero_config(3),
         ['hf_model', 'hf_model_iter_2'],
     ),
     'epochs': (
-        dict(save_strategy='epoch', max_keep_ckpts=-1, async_save=True),
+        dict(save_strategy='epoch', save_total_limit=None, async_save=True),
         dict(max_steps=16, save_strategy='steps', save_steps=16),
         zero_config(2),
         ['checkpoint-16', 'hf_model', 'hf_model_iter_8'],

@@ -75,7 +75,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope='module')
 def servers(root) -> Iterator[dict[str, dict[str, Any]]]:
-    """Kind to backend_args."""
+    """Kind to storage_options."""
     with (
         s3_server('moto', root / 'moto') as moto,
         s3_server('rclone', root / 'rclone') as rclone,
@@ -117,7 +117,7 @@ def lost_rank(hook: dict[str, Any], work_dir: Path) -> str:
 
 
 def place(name: str, args: dict[str, Any]) -> dict[str, Any]:
-    return dict(upload_to=url_of(name), backend_args=args)
+    return dict(upload_to=url_of(name), storage_options=args)
 
 
 @pytest.fixture(scope='module')
@@ -131,7 +131,7 @@ def results(servers, root):
         'lost_rank': partial(lost_rank, place('lost_rank', moto), root / 'lost_rank'),
         'best_again': partial(best_of_two_runs, place('best_again', moto), root / 'best_again'),
         **{
-            name: partial(refusal_of, partial(upload, dict(hook, backend_args=proxy), root / name))
+            name: partial(refusal_of, partial(upload, dict(hook, storage_options=proxy), root / name))
             for name, (hook, _) in REFUSED.items()
         },
     }

@@ -109,6 +109,6 @@ def test_merged_adapter(saved, family):
 @pytest.mark.parametrize('family', RENAMED)
 def test_converted(saved, family, tmp_path):
     folder = saved.folder(family)
-    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'expected', '--verify')
+    found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'expected', '--verify', 'full')
     assert (found / WEIGHTS).read_bytes() == (folder / 'expected' / WEIGHTS).read_bytes()
     assert verify([str(found)]) == 0

@@ -44,7 +44,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def test_converts_and_says_what_it_did(trained, tmp_path, capsys):
-    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify']) == DONE
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify', 'full']) == DONE
     said = capsys.readouterr().out
     for words in ('iteration 7', 'HuggingFaceExporter', 'wrote ', 'verified: all weights were read back'):
         assert words in said
@@ -67,7 +67,7 @@ def test_a_dry_run_writes_nothing(trained, tmp_path, capsys):
 def test_results_as_json(trained, tmp_path, capsys):
     """On standard output alone: a script reads it."""
     out = tmp_path / 'out'
-    for options, is_written in (['--dry-run'], False), (['--verify'], True):
+    for options, is_written in (['--dry-run'], False), (['--verify', 'full'], True):
         assert main([str(trained / 'iter_7.pth'), str(out), '--json', *options]) == DONE
         said = capsys.readouterr()
         result = json.loads(said.out)
@@ -211,5 +211,5 @@ def spoil(self):
 )
 def test_a_disk_that_fails_or_lies(trained, tmp_path, capsys, monkeypatch, method, instead, said):
     monkeypatch.setattr(f'xhf_hooks.writers.output_file.OutputFile.{method}', instead)
-    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify']) == FAILED
+    assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify', 'full']) == FAILED
     assert said in errors(capsys) and leftovers(tmp_path) == []

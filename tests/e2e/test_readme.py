@@ -52,7 +52,7 @@ COMMANDS = {
     *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *AFTER_THE_DEMO),
     'pip install .',  # test_wheel
     'python tools/convert.py CHECKPOINT OUT --dry-run',  # test_convert_command
-    'python tools/convert.py CHECKPOINT OUT --verify',
+    'python tools/convert.py CHECKPOINT OUT --verify full',
     'python tools/verify.py DIR',  # test_verify_command
     'python tools/verify.py A B',
     f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train

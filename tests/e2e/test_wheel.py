@@ -118,7 +118,7 @@ def test_the_source_distribution_has_the_tests_and_all_that_they_need(source):
 def test_it_converts_and_verifies_and_without_isal_bytes_and_checksums_are_the_same(bare, checkpoint, tmp_path):
     options = ['--base', checkpoint.parent / 'model', '--max-shard-size', '20KB']
     for words in (
-        ['xhf-convert', checkpoint, tmp_path / 'without', *options, '--verify'],
+        ['xhf-convert', checkpoint, tmp_path / 'without', *options, '--verify', 'full'],
         ['xhf-verify', tmp_path / 'without'],
     ):
         done = call(bare, *words)

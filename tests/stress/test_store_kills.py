@@ -45,7 +45,7 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     join_group(rank, store)
     model = tiny_model(zero3=False)
     options = dict(max_shard_size='30KB', exit_wait_secs=60, on_error='raise')
-    options |= dict(upload_to=url, upload_keep=1, backend_args={'endpoint_url': endpoint})
+    options |= dict(upload_to=url, upload_keep=1, storage_options={'endpoint_url': endpoint})
     status = 0
     try:
         saves = make_manager(model, Path(work_dir) / 'hf_model', **options)

@@ -14,4 +14,4 @@ from llamafactory.train.tuner import run_exp  # noqa: E402
 
 from xhf_hooks.integrations.transformers import HFCheckpointCallback  # noqa: E402
 
-run_exp(callbacks=[HFCheckpointCallback(save_strategy='steps', save_steps=2, max_keep_ckpts=2)])
+run_exp(callbacks=[HFCheckpointCallback(save_strategy='steps', save_steps=2, save_total_limit=2)])

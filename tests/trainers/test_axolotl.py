@@ -28,7 +28,7 @@ def train(tmp_path, monkeypatch):
             'base_model': str(base),
             'plugins': ['xhf_hooks.integrations.axolotl.HFCheckpointPlugin', 'tests.trainers.axolotl_cpu.OnCPU'],
             'save_strategy': 'no',
-            'hf_checkpoint': {'save_strategy': 'steps', 'save_steps': 2, 'max_keep_ckpts': 2},
+            'hf_checkpoint': {'save_strategy': 'steps', 'save_steps': 2, 'save_total_limit': 2},
             'datasets': [{'path': str(data), 'ds_type': 'json', 'type': 'completion'}],
             'dataset_prepared_path': str(tmp_path / 'prepared'),
             'dataset_num_proc': 1,

@@ -42,7 +42,7 @@ arguments = make_config(
 )
 if engine == 'fsdp2':
     PartialState().distributed_type = DistributedType.MULTI_GPU  # on CPUs, Accelerate would not use FSDP
-callback = HFCheckpointCallback(save_strategy='steps', save_steps=2, max_keep_ckpts=2)
+callback = HFCheckpointCallback(save_strategy='steps', save_steps=2, save_total_limit=2)
 trainer = make_trainer(
     base,
     args=arguments,

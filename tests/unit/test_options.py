@@ -41,7 +41,7 @@ BAD = {
     'on_saved': ['', '   ', 5, True, [], [''], ['x', 5], "sh -c 'unclosed", print],
     'upload_to': ['', 5, 'folder', '/folder', 's3:/bucket', ['s3://bucket']],
     'upload_keep': [0, -2, 1.5, '3', None, True],
-    'backend_args': ['', 5, ['endpoint_url']],
+    'storage_options': ['', 5, ['endpoint_url']],
     'ema': [None, 'averaged'],
 }
 BAD_COMBINATIONS = [
@@ -58,9 +58,9 @@ BAD_COMBINATIONS = [
     ('upload_to', dict(upload_to='hf://org/name')),
     ('upload_keep', dict(upload_keep=2)),
     ('keep_every', dict(max_keep_ckpts=-1, keep_every=1000)),
-    ('backend_args', dict(backend_args=dict(endpoint_url='http://host'))),
-    ('backend_args', dict(upload_to='s3://bucket/run', backend_args=dict(backend='petrel'))),
-    ('backend_args', dict(upload_to='s3://bucket/run', backend_args={'client_kwargs': {1: 2}})),
+    ('storage_options', dict(storage_options=dict(endpoint_url='http://host'))),
+    ('storage_options', dict(upload_to='s3://bucket/run', storage_options=dict(backend='petrel'))),
+    ('storage_options', dict(upload_to='s3://bucket/run', storage_options={'client_kwargs': {1: 2}})),
 ]
 
 GOOD = [
@@ -77,7 +77,7 @@ GOOD = [
     dict(on_saved='lm_eval --model_args pretrained={path}'),
     dict(on_saved=['sh', '-c', 'echo "${HOME}" | awk \'{print}\'']),
     dict(on_saved='ls {path}', upload_to='s3://bucket/run'),
-    dict(upload_to='s3://bucket/run', upload_keep=3, backend_args=dict(endpoint_url='http://host')),
+    dict(upload_to='s3://bucket/run', upload_keep=3, storage_options=dict(endpoint_url='http://host')),
     dict(out_dir='/local/disk/run', max_keep_ckpts=2, upload_to='s3://bucket/run'),
     dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
     dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
@@ -168,6 +168,9 @@ def test_what_the_package_has_is_shown():
         (HFCheckpointHook, 'intervall', "; did you mean 'interval'?"),
         (HFCheckpointCallback, 'save_step', "; did you mean 'save_steps'?"),
         (HFCheckpointHook, 'zzz', ''),
+        (HFCheckpointHook, 'backend_args', "; here it is called 'storage_options'"),
+        (HFCheckpointCallback, 'max_keep_ckpts', "; here it is called 'save_total_limit'"),
+        (HFCheckpointCallback, 'llava_format', ''),
     ],
 )
 def test_a_misspelt_option_names_the_one_that_was_meant(door, name, meant):

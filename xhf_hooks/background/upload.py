@@ -200,7 +200,7 @@ def _manifest_of(job: UploadJob) -> tuple[Manifest, bytes]:
 
 def uploads_of_run(
     url: str,
-    backend_args: Mapping[str, Any] | None,
+    storage_options: Mapping[str, Any] | None,
     max_keep: int,
     finals: Sequence[Path],
     collective: Collective,
@@ -219,7 +219,7 @@ def uploads_of_run(
         AgreedError: Rank 0 cannot write into the folder.
     """
     newest, *others = (final.name for final in finals)
-    destinations = {newest: StoredSaves(url, newest, max_keep, backend_args, log.warning, keep_every=keep_every)}
-    destinations |= {name: StoredSaves(url, name, 1, backend_args, log.warning) for name in others}
+    destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
+    destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in others}
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

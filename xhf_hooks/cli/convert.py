@@ -16,7 +16,7 @@ from xhf_hooks.cli.output import CommandParser, base_model, complain, count, exp
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
-from xhf_hooks.options import CARRY_BASE, DTYPE_CODES, LLAVA_FORMATS, LORA_MODES
+from xhf_hooks.options import CARRY_BASE, DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, VERIFY_LEVELS
 from xhf_hooks.system.threads import count_usable_cores
 from xhf_hooks.system.versions import require_packages
 
@@ -31,7 +31,7 @@ _MOST_WORKERS = 16  # by default; each needs a few MB, and more are not faster
 
 _EXAMPLES = {
     'work_dirs/run OUT --dry-run': 'show the last checkpoint of this run and what would be written',
-    'work_dirs/run/iter_500.pth OUT --verify': 'convert this checkpoint; read everything back before the commit',
+    'work_dirs/run/iter_500.pth OUT --verify full': 'convert this checkpoint; read everything back before the commit',
     'DIR OUT --base meta-llama/Llama-3.1-8B': 'convert a checkpoint that has no config of its model',
 }
 
@@ -84,7 +84,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what would be written; write nothing')
-    add('--verify', action='store_true', help='read everything back and compare it before the commit')
+    add(
+        '--verify',
+        choices=VERIFY_LEVELS,
+        default='sizes',
+        help="what is checked before the commit: 'sizes' (default), or 'full': every byte, read back",
+    )
     add('--json', action='store_true', help='print JSON, and all else on standard error')
     add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(
@@ -155,12 +160,12 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         f'{size_text(cost.nbytes)} in {cost.seconds:.2f} s, {cost.gbytes_per_sec:.2f} GB/s '
         f'({size_text(conversion.outputs.read_nbytes)} read), peak extra memory {cost.peak_extra_nbytes / 1e6:.0f} MB'
     )
-    if args.verify:
+    if args.verify == 'full':
         say('verified: all weights were read back and are unchanged')
     return {
         'out': str(committed.path),
         'written': True,
-        'verified': args.verify,
+        'verified': args.verify == 'full',
         'step': committed.step.label,
         'files': files,
         'nbytes': cost.nbytes,

@@ -35,6 +35,7 @@ from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, fro
 from xhf_hooks.meta_model.match import Match, require_all
 from xhf_hooks.meta_model.stored_names import name_as_in_model
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
+from xhf_hooks.options import VerifyLevel
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.planner import make_plan
@@ -56,7 +57,7 @@ class ConvertOptions:
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
             any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
             saves.
-        verify: Before the commit, read everything back and compare checksums, which were taken in memory.
+        verify: What is checked before the commit, as in the hook's option; 'full' reads every byte back.
     """
 
     config: Path | None = None
@@ -68,7 +69,7 @@ class ConvertOptions:
     dtype: str | None = None
     max_shard_nbytes: int = 5 * 10**9
     workers: int = 1
-    verify: bool = False
+    verify: VerifyLevel = 'sizes'
     trust_remote_code: bool = False
     carry_base: str | None = None
 
@@ -267,7 +268,7 @@ class Conversion:
             tensors = tally.written()
             with naming(target.path):
                 save = WrittenSave(plan, tensors, self.step, self._manifest_fields())
-                target.commit(save, 'full' if options.verify else 'sizes')
+                target.commit(save, options.verify)
         finally:  # including signals
             target.abort()
             target.unlock()

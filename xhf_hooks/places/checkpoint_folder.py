@@ -162,7 +162,7 @@ class CheckpointFolder:
         """
         free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
-            fewer = ', or keep fewer with max_keep_ckpts' if self.retention.max_keep > 1 else ''
+            fewer = ', or keep fewer saves' if self.retention.max_keep > 1 else ''
             raise TargetError(
                 f'{self.path.parent} has {size_text(free)} free, and {size_text(needed_nbytes)} are needed; '
                 f'free some space, or {self.elsewhere} one on a larger disk{fewer}'

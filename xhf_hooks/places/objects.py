@@ -55,7 +55,7 @@ class Store:
 
     Args:
         url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
-        backend_args: Arguments for fsspec's file system, such as ``endpoint_url``.
+        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``.
         warn: Called at once when a request fails and will be repeated.
 
     Attributes:
@@ -65,8 +65,8 @@ class Store:
         patience_secs: A request that fails after this time is not sent again.
 
     Raises:
-        StoreError: The library is missing, or refuses ``backend_args``. Nothing is sent yet, except that some libraries
-            look for credentials.
+        StoreError: The library is missing, or refuses ``storage_options``. Nothing is sent yet, except that some
+            libraries look for credentials.
     """
 
     answer_secs = 20.0
@@ -77,7 +77,7 @@ class Store:
     def __init__(
         self,
         url: str,
-        backend_args: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         *,
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
@@ -86,7 +86,7 @@ class Store:
         self.url, self._warn = url, warn
         self._random = random.Random()  # training draws from the module's, perhaps together with other ranks
         protocol = self.url.partition('://')[0].lower()
-        given = dict(backend_args or {})
+        given = dict(storage_options or {})
         own: dict[str, Any] = {'use_listings_cache': False}
         try:
             if protocol in _S3:
@@ -98,7 +98,7 @@ class Store:
             raise StoreError(f'{url}: {error} (docs/object-stores.md), or set upload_to to another place') from None
         except Exception as error:
             said = without_secrets(f'{type(error).__name__}: {error}')
-            raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and backend_args') from None
+            raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and storage_options') from None
         self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
         self._has_folders = protocol in _WITH_FOLDERS
         if self._is_s3:
@@ -184,7 +184,7 @@ class Store:
             pause_secs = next(pauses_secs, None)
             if pause_secs is None or time.monotonic() - began > self.patience_secs:
                 hint = "the credentials where the store's library looks for them"
-                raise StoreError(f'{said}. Check upload_to, backend_args, and {hint}')
+                raise StoreError(f'{said}. Check upload_to, storage_options, and {hint}')
             self._warn(f'will be tried again: {said}')
             time.sleep(pause_secs * self._random.uniform(0.5, 1.0))  # ranks begin at the same time
 

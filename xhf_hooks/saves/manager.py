@@ -177,7 +177,7 @@ class CheckpointManager:
             paths = [target.path for target in self._targets]
             self._uploads = uploads_of_run(
                 options.upload_to,
-                options.backend_args,
+                options.storage_options,
                 options.upload_keep,
                 paths,
                 self.collective,

@@ -247,7 +247,7 @@ def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkey
     use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(name)
-    options = ['--max-shard-size', '40KB', '--verify']
+    options = ['--max-shard-size', '40KB', '--verify', 'full']
     if name == INTERNVL:
         options = ['--base', 'internvl']
     if name in WITH_REMOTE_CODE:

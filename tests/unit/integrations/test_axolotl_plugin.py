@@ -47,7 +47,7 @@ def trainer_of(cfg: dict[str, Any]) -> Any:
 
 
 #: The command prints the number of the save, which goes into Trainer's log.
-OPTIONS = dict(save_strategy='steps', save_steps=2, max_keep_ckpts=2, on_saved=['echo', '{"iteration": {step}}'])
+OPTIONS = dict(save_strategy='steps', save_steps=2, save_total_limit=2, on_saved=['echo', '{"iteration": {step}}'])
 
 
 @pytest.mark.parametrize('options', [None, OPTIONS])

@@ -97,7 +97,7 @@ class Probe(TrainerCallback):
 @pytest.mark.parametrize('is_first', [True, False])
 @pytest.mark.parametrize('options', [{}, {'async_save': True}, {'save_on_signal': 'SIGUSR1'}])
 def test_a_run_whose_callback_trains_another_goes_on(tmp_path, caplog, options, is_first):
-    every = dict(save_strategy='steps', save_steps=1, max_keep_ckpts=-1)
+    every = dict(save_strategy='steps', save_steps=1, save_total_limit=None)
     callbacks = [Probe(tmp_path / 'inner', **options), HFCheckpointCallback(**every, **options)]
     with doors.fresh_accelerate():
         trainer = doors.make_trainer(tmp_path / 'outer', None, *callbacks[:: 1 if is_first else -1], ddp_backend=None)
@@ -148,7 +148,7 @@ def test_a_save_is_named_after_its_weights(tmp_path, own_steps, best, last):
     trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
     chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
     own = {} if own_steps is None else dict(save_strategy='steps', save_steps=own_steps)
-    saves = HFCheckpointCallback(max_keep_ckpts=-1, **own)
+    saves = HFCheckpointCallback(save_total_limit=None, **own)
     stops = [EarlyStoppingCallback(early_stopping_patience=1)] if last == 4 else []
     with doors.fresh_accelerate():
         trainer = doors.make_trainer(tmp_path, None, saves, *stops, ddp_backend=None, **trains, **chooses)
