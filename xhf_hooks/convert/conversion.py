@@ -260,7 +260,7 @@ class Conversion:
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()
-            target.require_room(plan.nbytes)
+            target.require_disk_space(plan.nbytes)
             with naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)

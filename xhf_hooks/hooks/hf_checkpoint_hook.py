@@ -156,13 +156,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:
                 raise
-            saves.raise_or_log(error, 'comparing scores')
+            saves.outcomes.raise_or_log(error, 'comparing scores')
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:
             step = Step('iter', runner.iter, runner.iter)
             remember = partial(self._remember, best, runner, metric, score)
-            saves.save(step, saves.extra_targets[suffix], after=remember, manifest_fields=manifest_fields)
+            saves.save(step, saves.extra_targets[suffix], callback=remember, manifest_fields=manifest_fields)
 
     def _remember(self, best: BestMetric, runner: Any, metric: str, score: float) -> None:
         """Record the score of a committed best save."""

@@ -103,7 +103,7 @@ def prepare_targets(
         if sweep is not None and target.lock.works_across_hosts:
             with target.siblings.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
                 sweep_dead_runs(log, sweep, target.name, bases)
-    targets[0].require_room(nbytes)
+    targets[0].require_disk_space(nbytes)
 
 
 def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases: Iterable[str | Path] = ()) -> None:
