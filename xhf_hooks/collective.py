@@ -74,7 +74,7 @@ class Collective:
 
     def __init__(self, timeout_secs: float = 7200.0) -> None:
         self.rank, self.world_size = rank_and_world_size()
-        # Keep no other reference to these two: it would keep the sockets open after close(), and the peers waiting
+        # What else refers to these keeps the connections open when they are closed, and ranks waiting for this one
         self._group: Any = None
         self._in_flight: Any = None  # of start_any()
         self._timeout = timedelta(seconds=timeout_secs)
@@ -208,13 +208,7 @@ class Collective:
                 self._group.barrier(options).wait()
 
     def start_any(self, flag: bool, stage: str) -> Callable[[], bool]:
-        """Start to find out whether the flag is set on any rank. One at a time. Runs on: all ranks.
-
-        Unlike :meth:`any`, it reports no errors.
-
-        Returns:
-            A function that waits for the answer.
-        """
+        """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
         if self.world_size == 1:
             return lambda: flag
         flags = torch.tensor([flag], dtype=torch.uint8, device=_HOST)
@@ -384,7 +378,7 @@ class Collective:
             _REUSED.pop(dist.group.WORLD, None)
 
     def _wait_for_answer(self, secs: float) -> bool:
-        """Wait for the answer to :meth:`start_any`, at most ``secs``; returns whether it has come."""
+        """Wait for the answer to :meth:`start_any`, at most so long; returns whether it has come."""
         deadline = time.monotonic() + secs
         while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:
