@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
-    Base,
     CopiedTokenizer,
-    base_dir_of,
+    LocatedBase,
+    base_of_model,
     is_remote_code,
     load_or_copy_tokenizer,
     warn_of_revisions,
@@ -99,9 +99,9 @@ class Exporter(ABC):
         return False
 
     @property
-    def base_dir(self) -> Base:
+    def base_dir(self) -> LocatedBase:
         """Folder or hub name that the model was loaded from; '' if unknown."""
-        return Base.locate('') if self._model is None else base_dir_of(self._model)
+        return LocatedBase.locate('') if self._model is None else base_of_model(self._model)
 
     def warn_of_revisions(self) -> list[str]:
         """A warning if it cannot be told which revision of the base the model was loaded from. Runs on: rank 0."""
