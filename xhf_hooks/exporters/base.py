@@ -84,7 +84,7 @@ class Exporter(ABC):
             ModelError: The model differs from what ``from_pretrained`` will build.
         """
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         """Load what will be written, without weights, and return notes on what could not be tried. Runs on: rank 0.
 
         Called after :meth:`entries`, before anything is written.
@@ -176,10 +176,10 @@ class CompositeExporter(Exporter):
     def is_outdated(self) -> bool:
         return any(part.is_outdated() for part in self.parts.values())
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         notes = []
         for folder, part in self.parts.items():
-            notes += part.rehearse([one for one in placements if one.file.rpartition('/')[0] == folder])
+            notes += part.check_loading([one for one in placements if one.file.rpartition('/')[0] == folder])
         return notes
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from xhf_hooks.exporters.loading_check import Problems, load_and_tell
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import Problems, load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors, names_by_identity

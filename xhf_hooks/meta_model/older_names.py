@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from xhf_hooks.compat.transformers import converts_weights
-from xhf_hooks.exporters.rehearsal import Problems
+from xhf_hooks.exporters.loading_check import Problems
 from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
 from xhf_hooks.model import module_tensors, names_by_identity

@@ -15,8 +15,8 @@ from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.text import error_text, some
-from xhf_hooks.meta_model.beside import folder_beside
 from xhf_hooks.meta_model.run_config import RunConfig, Unread
+from xhf_hooks.meta_model.trainer_files import folder_of_trainer_files
 from xhf_hooks.meta_model.transformers_model import refused_as
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
@@ -125,7 +125,7 @@ def _beside(
         base: That of ``--base``.
         base_dir: The base model, in whose words the tokenizer is written.
     """
-    folder = folder_beside(checkpoint, _SAVED, *PROCESSOR_FILES)
+    folder = folder_of_trainer_files(checkpoint, _SAVED, *PROCESSOR_FILES)
     if folder is None:
         return None, []
     found, notes = None, []

@@ -104,8 +104,8 @@ def plan_saves(
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
     collective.require_same('the save plan', plan.digest, lambda: describe_plan(plan))
-    with collective.stage('rehearsal'):  # before the first step, and in the thread that trains
-        notes = exporter.rehearse(plan.placements) if collective.rank == 0 else []
+    with collective.stage('check loading'):  # before the first step, and in the thread that trains
+        notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
         for note in notes:
             log.info(note)
         if widened:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.compat.transformers import converts_weights, tied_while_built
 from xhf_hooks.errors import XhfError
+from xhf_hooks.exporters.loading_check import Problems, load_empty, load_empty_adapter
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import Problems, load_empty, load_empty_adapter
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some

@@ -186,7 +186,7 @@ def require_none(
         )
 
 
-def not_rehearsed(kind: type, error: Exception) -> str:
+def loading_not_checked(kind: type, error: Exception) -> str:
     """A line for the log."""
     return f'that saves will load could not be tried beforehand: {kind.__name__}: {error_text(error, 300)}'
 
