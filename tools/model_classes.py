@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Plan a save of every class and check that it would load: in transformers' auto mappings, and list those that fail.
+"""Plan a save of every class in transformers' auto mappings, check that it would load, and list those that fail.
 
 Run it in an environment with the project and a transformers version:
 

@@ -373,7 +373,7 @@ def load_or_copy_tokenizer(base_dir: str, *, trust_remote_code: bool, **options:
     """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
     try:
         return load_tokenizer(base_dir, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # the files may be of any kind
+    except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
         settings = read_base_files(base_dir, ('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
             return CopiedTokenizer(base_dir, 'it has code of its own, which is not run')
@@ -391,7 +391,7 @@ def load_processor(base_dir: str, *, trust_remote_code: bool) -> Any | None:
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
         processor = AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
-    except Exception:  # code that is not trusted, or a package that is missing here
+    except Exception:  # of any type: custom code that is not trusted, or a package that is missing here
         return None
     # The tokenizer in it keeps this option in transformers 4.36, and would save it
     getattr(getattr(processor, 'tokenizer', None), 'init_kwargs', {}).pop('trust_remote_code', None)

@@ -406,7 +406,8 @@ class Collective:
 
     def _warn_of_missing_ranks(self) -> None:
         """Log which ranks have not arrived, on the first rank to wait this long. Runs on: a timer's thread."""
-        with contextlib.suppress(Exception):  # of any type: the store may be gone, and this is only a log line
+        # The store, or the rank that hosts it, may be gone; MPI has none
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):
             store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_ensured}', _get_default_store())
             store.set(f'{self.rank}', '')
             if store.add('first', 1) == 1:
@@ -422,7 +423,7 @@ class Collective:
             raise RankLostError(f'{what}: the connection broke earlier')
         try:
             yield
-        except Exception as error:  # a closed connection, a time-out, no memory for the answer
+        except Exception as error:  # of any type: a closed connection, a time-out, no memory for the answer
             # Otherwise ranks waiting for this one would hang until their own time-out
             self.abandon()
             secs = self._timeout.total_seconds()

@@ -230,7 +230,7 @@ def loaded_without_device_map(
         on_meta: Ways to build a model on the meta device, of which the first that works is taken.
     """
     for context in on_meta:
-        with suppress(Exception), context():
+        with suppress(Exception), context():  # of any type, from custom code: then the next way is tried
             model, problems = load()
             ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
             listed = model.state_dict().keys()  # which a class may override

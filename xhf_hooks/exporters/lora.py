@@ -164,7 +164,7 @@ class AdapterExporter(Exporter):
             raise _computed_by_peft(kind, 'the ranks that it has not pruned')
         try:
             found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=adapter)
-        except Exception as error:  # it expects tensors
+        except Exception as error:  # of any type: peft computes with values, and these are only specs
             raise _computed_by_peft(kind, f'what it computes ({error_text(error)})') from error
         return {without_wrappers(name): spec for name, spec in found.items()}
 
@@ -173,7 +173,7 @@ class AdapterExporter(Exporter):
             base = self._build_base()
             own = [one for one in placements if one.file not in self._around]
             problems = load_empty_adapter(base, self._config, own)
-        except Exception as error:  # the base may be custom code
+        except Exception as error:  # of any type, from custom code
             return [loading_not_checked(model_class(self._model), error)]
         require_none(problems, f'peft, with this adapter of a {type(base).__name__},')
         return []

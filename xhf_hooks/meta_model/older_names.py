@@ -51,7 +51,7 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
     try:
         with quiet():
             return load_recorded(type(model), model.config, stored)
-    except Exception:
+    except Exception:  # of any type, from custom code; transformers before 4.48 loads no tensors that it is given
         return None if converts_weights() else _load_by_name(model, stored)
 
 

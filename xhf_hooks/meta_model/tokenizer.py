@@ -111,7 +111,7 @@ def _of_config(recipe: Any, plain: Mapping[str, Any], trust_remote_code: bool) -
     try:
         with quiet():
             tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
-    except Exception as error:  # whatever a library raises; the base may have one that works
+    except Exception as error:  # of any type, from a tokenizer library; the base may have a tokenizer that works
         return None, f'{folder} cannot be loaded ({error_text(error)})'
     return tokenizer, '' if tokenizer is not None else f'{folder} has no files of a tokenizer'
 
@@ -139,7 +139,7 @@ def _beside(
             options = {'local_files_only': True, 'trust_remote_code': trust_remote_code}
             try:
                 found = AutoProcessor.from_pretrained(folder, **options)
-            except Exception as error:  # of a package that is missing here, for example
+            except Exception as error:  # of any type, from custom code; or a package is missing here
                 told = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
                 notes.append(f'{told} ({error_text(error)})')
         if found is None:
