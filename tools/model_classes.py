@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Plan and rehearse a save of every class in transformers' auto mappings, and list those that fail.
+"""Plan a save of every class in transformers' auto mappings, check that it would load, and list those that fail.
 
 Run it in an environment with the project and a transformers version:
 
@@ -109,7 +109,7 @@ def tried_with(kind: type, sizes: dict[str, int], needed: Mapping[str, Any] | No
         outcome = 'fails'
         specs, exporter = source_for(model).specs(), exporter_for(model, None)
         plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
-        notes = exporter.rehearse(plan.placements)
+        notes = exporter.check_loading(plan.placements)
     except Exception as error:
         return outcome, one_line(error)
     finally:

@@ -1,7 +1,8 @@
 """The base model: its files, in its folder or in the local hub cache, and whether its code is custom. Never online.
 
-A run may leave the working folder that the base's relative path begins in (hydra, a reward's code), and the base may be
-gone by the next save (a cache that is cleaned). So a trained model keeps what was found of its base: a :class:`Base`.
+The process may change its working folder (hydra, reward code), which breaks a relative base path, and the base may be
+gone by the next save (a cache that is cleaned). So the files that were found of a base are remembered: a
+:class:`LocatedBase`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VOCABULARY_FILES = (
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', *VOCABULARY_FILES)
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
-#: Files of a tokenizer that make none by themselves.
+#: More files of a tokenizer, which without the others are no tokenizer.
 MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
 #: Files whose field ``auto_map`` may name code.
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
@@ -48,15 +49,17 @@ _NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'con
 _CONFIGS = ('config.json', 'adapter_config.json')
 
 
-class Base(str):
-    """The name of a base, which stays what messages and ``from_pretrained`` call it, with what was found of it.
+class LocatedBase(str):
+    """A base model's name, as the user gave it, plus what was found under it.
+
+    A string, so that messages, paths and ``from_pretrained`` use the name as it was given.
 
     Attributes:
-        folder: The absolute path of its folder, in the hub cache if the name is one of the Hub; None if there is none.
-        is_path: Whether the name is not one of the Hub, so that only a working folder makes it the path of the folder.
-        n_tokens: The number of tokens of its tokenizer; None if nobody has asked.
-        contents: What was read, by the name of the file, and whether that lies in the base.
-        code: What :func:`read_base_code` returned, by what it was asked for.
+        folder: The absolute path of its folder, in the hub cache if the name is a Hub id; None if there is no folder.
+        is_path: Whether the name is a file path (which may be relative), not a Hub id.
+        n_tokens: The number of tokens of its tokenizer; None before the first question.
+        contents: Cache: file name to its bytes, and whether the file resolves to inside the base's folder or hub cache.
+        code: Cache: results of :func:`read_base_code`, by the modules that were asked for.
     """
 
     folder: Path | None
@@ -66,7 +69,7 @@ class Base(str):
     code: dict[frozenset[str], tuple[dict[str, bytes], list[str]]]
 
     @classmethod
-    def locate(cls, name: str) -> Base:
+    def locate(cls, name: str) -> LocatedBase:
         """Look for the folder of a base.
 
         A relative path is looked for in the working folder, then in those above it and in the one in which the process
@@ -84,44 +87,46 @@ class Base(str):
         return found
 
 
-#: The base of each live model, part of a model and tokenizer, with the name that its config has for it. What was found
-#: before training must still be known at the next save, or at the next call of ``save_hf``.
-_BASES: WeakKeyDictionary[Any, tuple[str, Base]] = WeakKeyDictionary()
+#: The base of each live model, part of a model and tokenizer, with the name that its config has for it. This cannot be
+#: an object's own state: the files that were found before training must still be known at the next call of ``save_hf``,
+#: and nothing but the model lives that long.
+_BASES: WeakKeyDictionary[Any, tuple[str, LocatedBase]] = WeakKeyDictionary()
 
 
-def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -> Base:
-    """The base of this name from which something was loaded, as it was found first.
+def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -> LocatedBase:
+    """The base that ``owner`` was loaded from; located on the first call, cached after.
 
     Args:
         owner: The model, part of a model, or tokenizer.
-        find_name: Returns another name under which to find it.
+        name: The base's name in the owner's config.
+        find_name: Gives the revision's folder to locate instead of ``name``.
     """
     known = _BASES.get(owner)
     if known is None or known[0] != name:
-        known = _BASES[owner] = name, Base.locate(name if find_name is None else find_name())
+        known = _BASES[owner] = name, LocatedBase.locate(name if find_name is None else find_name())
     return known[1]
 
 
 def _elsewhere(name: str) -> list[Path]:
-    """Where a relative path may lead that leads nowhere from the working folder."""
+    """Other places of a relative path that does not exist in the working folder."""
     started = [os.environ['PWD']] if 'PWD' in os.environ else []
     with suppress(OSError):  # the working folder was removed
         started = [*map(str, Path.cwd().parents), *started]
     return [Path(above, name) for above in started if not Path(name).is_absolute()]
 
 
-def base_dir_of(model: PreTrainedModel) -> Base:
-    """Folder or hub name that the model was loaded from; '' if unknown.
+def base_of_model(model: PreTrainedModel) -> LocatedBase:
+    """The base that the model was loaded from; an empty name if it is unknown.
 
-    The cache may have several revisions of a hub name, and transformers 5 does not say which one was loaded; then the
-    name is good only if no file of theirs differs.
+    The cache may have several revisions of a Hub id, and transformers 5 does not record which one was loaded; then the
+    base is known only if the small files of all revisions are equal.
     """
     name = getattr(model.config, '_name_or_path', '') or ''
     return base_of(model, name, lambda: _revision(model, name))
 
 
 def _revision(model: PreTrainedModel, name: str) -> str:
-    """The name, or the folder of the revision in the cache that was loaded; '' if that cannot be told."""
+    """The name, or the folder of the revision in the cache that was loaded; '' if the revision is unknown."""
     main, snapshots = base_folder(name), _snapshots(name)
     loaded = snapshots.get(getattr(model.config, '_commit_hash', None) or '')
     if loaded is None and len(snapshots) == 1:
@@ -132,12 +137,12 @@ def _revision(model: PreTrainedModel, name: str) -> str:
 
 
 def warn_of_revisions(model: PreTrainedModel) -> list[str]:
-    """A warning if the model's base has a name, but its revision cannot be told."""
+    """A warning if the model's base has a name, but the revision is unknown."""
     name = getattr(model.config, '_name_or_path', '') or ''
-    if not name or base_dir_of(model):
+    if not name or base_of_model(model):
         return []
     return [
-        f'the cache has several revisions of {name}, whose files differ, and transformers does not tell which one the '
+        f'the cache has several revisions of {name}, whose files differ, and transformers does not say which one the '
         f'model was loaded from: nothing is copied from it; load it from a folder, or set the option tokenizer'
     ]
 
@@ -180,7 +185,7 @@ def is_remote_code(model: PreTrainedModel) -> bool:
 
 def base_folder(base_dir: str) -> Path | None:
     """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
-    if isinstance(base_dir, Base):
+    if isinstance(base_dir, LocatedBase):
         return base_dir.folder
     if not base_dir:
         return None
@@ -200,8 +205,8 @@ def base_folder(base_dir: str) -> Path | None:
 
 
 def loadable_base(base_dir: str) -> str:
-    """What ``from_pretrained`` finds the base by: its name, unless the run has left where that leads to the folder."""
-    if not isinstance(base_dir, Base) or not base_dir.is_path or base_dir.folder is None:
+    """Its name; or its absolute folder, if the name is a relative path and the process has changed its folder."""
+    if not isinstance(base_dir, LocatedBase) or not base_dir.is_path or base_dir.folder is None:
         return base_dir
     with suppress(OSError):
         if os.path.samefile(base_dir, base_dir.folder):
@@ -216,20 +221,20 @@ def base_file(base_dir: str, name: str) -> Path | None:
 
 
 def has_base_file(base_dir: str, name: str) -> bool:
-    """Whether the base model has a file of this name, or had it when it was read."""
-    return base_file(base_dir, name) is not None or (isinstance(base_dir, Base) and name in base_dir.contents)
+    """Whether the base model has a file of this name, or had one when it was read earlier."""
+    return base_file(base_dir, name) is not None or (isinstance(base_dir, LocatedBase) and name in base_dir.contents)
 
 
 def names_below(base_dir: str, path: str) -> list[str]:
     """The files in a folder of the base model, or those of it that were read before the base was gone."""
     folder = base_folder(base_dir)
     found = [] if folder is None else sorted(one for one in folder.glob(f'{path}/*') if one.is_file())
-    known = base_dir.contents if isinstance(base_dir, Base) else ()
+    known = base_dir.contents if isinstance(base_dir, LocatedBase) else ()
     return [f'{path}/{one.name}' for one in found] or [name for name in known if name.startswith(f'{path}/')]
 
 
 def read_base_file(base_dir: str, name: str) -> bytes | None:
-    """The content of a file of the base model, which may be gone since then; None if it has none of this name."""
+    """The content of a file of the base model, from the cache if the file is gone; None if there was no such file."""
     return _read(base_dir, name)[0]
 
 
@@ -239,9 +244,9 @@ def _read(base_dir: str, name: str) -> tuple[bytes | None, bool]:
     if path is not None:
         home = path.parent.resolve()
         home = home.parent.parent if home.parent.name == 'snapshots' else home
-        with suppress(FileNotFoundError):  # it is being removed
+        with suppress(FileNotFoundError):  # the base is being removed
             found = path.read_bytes(), path.resolve().is_relative_to(home)
-    if isinstance(base_dir, Base):
+    if isinstance(base_dir, LocatedBase):
         if found is None:
             return base_dir.contents.get(name, (None, False))
         base_dir.contents[name] = found
@@ -274,9 +279,9 @@ def read_base_files(base_dir: str, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
-    """The Python files of the base that settings name, with what these import and name; and those that it lacks.
+    """The Python files of the base that settings name, with the files that these import and name; and missing ones.
 
-    Nothing is executed. Code of another repository (``org/name--module.Class``) is not meant.
+    Nothing is executed. Code of another repository (``org/name--module.Class``) is left out.
 
     Args:
         settings: Files, of which those like config.json may name code in their field ``auto_map``.
@@ -285,10 +290,10 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
 
     folder = base_folder(base_dir)
     wanted = modules_named_by(settings)
-    known = base_dir.code if isinstance(base_dir, Base) else {}
+    known = base_dir.code if isinstance(base_dir, LocatedBase) else {}
     asked_for = frozenset(wanted)
     if asked_for in known and not all(base_file(base_dir, name) for name in known[asked_for][0]):
-        return known[asked_for]  # it is gone
+        return known[asked_for]  # the base is gone
     found: dict[str, bytes] = {}
     missing = set()
     while wanted:
@@ -300,19 +305,23 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
         found.update(code)
         imported = {f'{module}.py' for module in get_relative_imports(folder / name)}
         wanted |= imported - found.keys() - missing
-        others = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
-        found.update(read_base_files(base_dir, (other for other in others if other.encode() in code[name])))
+        names = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
+        found.update(read_base_files(base_dir, (each for each in names if each.encode() in code[name])))
     known[asked_for] = found, sorted(missing)
     return known[asked_for]
 
 
 def modules_named_by(settings: Mapping[str, bytes]) -> set[str]:
-    """The Python files of the classes in ``auto_map``: names by kind, for tokenizers a pair, or that alone."""
+    """The Python files of the classes that settings name in ``auto_map``.
+
+    ``auto_map`` maps kind to class name, or to a (slow, fast) pair for tokenizers; old tokenizer configs hold only that
+    pair.
+    """
     names: list[Any] = []
     for file in _WITH_CODE:
         try:
             auto_map = json.loads(settings.get(file, b'{}'))['auto_map']
-        except (ValueError, TypeError, KeyError):  # damaged files are told by who needs what they hold
+        except (ValueError, TypeError, KeyError):  # whoever needs this file reports the damage
             continue
         for each in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
             names += each if isinstance(each, list) else [each]
@@ -364,7 +373,7 @@ def load_or_copy_tokenizer(base_dir: str, *, trust_remote_code: bool, **options:
     """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
     try:
         return load_tokenizer(base_dir, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # the files may be of any kind
+    except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
         settings = read_base_files(base_dir, ('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
             return CopiedTokenizer(base_dir, 'it has code of its own, which is not run')
@@ -382,7 +391,7 @@ def load_processor(base_dir: str, *, trust_remote_code: bool) -> Any | None:
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
         processor = AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
-    except Exception:  # code that is not trusted, or a package that is missing here
+    except Exception:  # of any type: custom code that is not trusted, or a package that is missing here
         return None
     # The tokenizer in it keeps this option in transformers 4.36, and would save it
     getattr(getattr(processor, 'tokenizer', None), 'init_kwargs', {}).pop('trust_remote_code', None)

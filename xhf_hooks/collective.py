@@ -3,12 +3,14 @@
 Everything here runs on a separate gloo group. While one rank writes to a slow disk, the others wait on this group, with
 its own time-out, so no NCCL collective spans a disk write.
 
-A rank that fails must do next what the others do next. Three rules see to that, wherever it fails:
+A rank that fails must do next what the other ranks do next, or they wait for it. Three rules see to that:
 
-- Whatever ranks do together stands in one :meth:`Collective.stage`, at whose end a rank that has failed agrees.
-- So a function that communicates begins with an agreement: if calling it fails on one rank, the others agree, too.
-- Between an agreement and another collective nothing can fail. In a loop whose ranks wait for each other
-  (:meth:`Collective.wait`, a gather), a rank that fails remembers that, and goes on to the next agreement.
+- Whatever ranks do together stands in a :meth:`Collective.stage`. A stage ends with a vote. A rank that failed inside
+  it goes straight to that vote and reports its error; then all ranks raise the same :class:`.AgreedError`.
+- Every communicating function starts with a vote. If a rank fails before that (arguments, an import), its vote at the
+  end of the stage meets the other ranks' first vote, so nobody hangs.
+- Between a vote and the next collective nothing can fail. In a loop whose ranks wait for each other
+  (:meth:`Collective.wait`, a gather), a rank that fails remembers its error, and takes part until the next vote.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ from xhf_hooks.system.rendezvous import wait_for_all_ranks
 T = TypeVar('T')
 #: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.
 _FAILED = 2
-#: Time limit for creating a group, once all ranks are there.
+#: Time limit for connecting all ranks, once all have come.
 CONNECT_TIMEOUT_SECS = 120.0
 #: How long a rank that has lost contact waits for the others to connect again. Ranks in step notice it together; a rank
 #: that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
 _CONNECT_AGAIN_SECS = 5.0
 _POLL_SECS = 0.0005
-#: So long after the first rank, others that wait for the same ranks have said so in the store.
+#: The first waiting rank allows the others this long to register before it reports which ranks are missing.
 _REGISTER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
-#: Up to so many ranks, gloo's ring takes no longer than one step after the other of :meth:`Collective.any`.
+#: Up to this many ranks, gloo's ring all-reduce is as fast as the log2(N) steps of :meth:`Collective._spread_maximum`.
 _RING_RANKS = 8
-#: Tag of what ranks tell each other to agree, apart from the tensors that :meth:`Collective.post` sends.
+#: Tag of votes, which keeps them apart from the tensors that :meth:`Collective.post` sends.
 _VOTE = 1
-#: How long a rank that leaves waits for what it has started and not awaited.
+#: How long a rank that leaves waits for the answer to its last :meth:`Collective.start_any`.
 _END_SECS = 5.0
 
 
 class Collective:
-    """The ranks of a run, able to agree. One process without torch.distributed is a run of one rank.
+    """The ranks of a run, which vote and exchange small values. A process without torch.distributed is the only rank.
 
     Runs on: all ranks must build it, use it and close it in the same order.
 
@@ -78,7 +80,8 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
-        self._meeting, self._n_met = '', 0  # its name in the store, and how often the ranks have met since
+        # The ranks' name in the store, and how often ensure_connected() was called since they got it
+        self._meeting, self._n_ensured = '', 0
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._open(timeout_secs)
@@ -105,10 +108,10 @@ class Collective:
         return self.world_size == 1 or self._group is not None
 
     def ensure_connected(self) -> bool:
-        """An agreement for which ranks connect again if a connection has broken. Runs on: all ranks.
+        """Vote, and reconnect if a connection has broken. Runs on: all ranks.
 
-        It precedes what ranks do together after a time: a firewall may have closed a connection that was idle. A rank
-        that waits for a minute says which ranks have not come.
+        Call it before ranks communicate again after a pause: a firewall may have dropped idle connections. A rank that
+        waits for a minute logs which ranks have not come.
 
         Returns:
             Whether a connection had broken.
@@ -117,11 +120,11 @@ class Collective:
             AgreedError: Some rank failed.
             RankLostError: Ranks could not connect again.
         """
-        self._n_met += 1
-        telling = threading.Timer(rendezvous.WARN_AFTER_SECS, self._warn_of_missing_ranks)
-        telling.daemon = True
+        self._n_ensured += 1
+        timer = threading.Timer(rendezvous.WARN_AFTER_SECS, self._warn_of_missing_ranks)
+        timer.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter exits
-            telling.start()
+            timer.start()
         try:
             self.raise_if_any_failed('beginning')
             return False
@@ -129,7 +132,7 @@ class Collective:
             self.reconnect()
             return True
         finally:
-            telling.cancel()
+            timer.cancel()
 
     def reconnect(self) -> None:
         """Replace all connections. Runs on: all ranks.
@@ -170,7 +173,7 @@ class Collective:
 
     @contextmanager
     def remembering(self, stage: str) -> Iterator[None]:
-        """Keep the first error for the next agreement; until then this rank takes part as usual."""
+        """Keep the first error for the next vote; until then this rank takes part as usual."""
         try:
             yield
         except Exception as error:  # of any type: every rank must learn of it
@@ -197,7 +200,7 @@ class Collective:
         self.raise_if_any_failed(name)
 
     def wait(self, stage: str) -> None:
-        """A barrier of log2(N) steps; agrees on nothing. Runs on: all ranks."""
+        """A barrier of log2(N) steps, without a vote. Runs on: all ranks."""
         if self.world_size > 1:
             with self._in_touch(stage):
                 options = BarrierOptions()
@@ -240,10 +243,10 @@ class Collective:
         return merged.numpy()
 
     def _spread_maximum(self, number: torch.Tensor) -> None:
-        """Make it the largest of all ranks in log2(N) steps, where gloo's ring takes 2(N-1). Runs on: all ranks.
+        """Set the number to the largest of all ranks in log2(N) steps; gloo's ring takes 2(N-1). Runs on: all ranks.
 
-        In each step every rank tells the one that is twice as far away as in the step before (dissemination). A maximum
-        may be counted twice, which a sum may not.
+        In each step every rank sends its maximum to a rank that is twice as far away as in the step before
+        (dissemination). A maximum may be counted twice; a sum may not.
         """
         distance, received = 1, torch.empty_like(number)
         while distance < self.world_size:
@@ -271,12 +274,12 @@ class Collective:
             return pickle.loads(content.numpy())
 
     def from_rank0(self, stage: str, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns on rank 0, which alone calls it. Runs on: all ranks.
+        """What ``decide`` returns on rank 0, the only rank that calls it. Runs on: all ranks.
 
-        For whatever depends on metrics, clocks, free space or files.
+        For decisions that depend on metrics, clocks, free space or files.
 
         Raises:
-            AgreedError: It raised an error; the same on every rank.
+            AgreedError: ``decide`` raised an error; the same on every rank.
         """
         decided: list[T] = []
         with self.stage(stage):
@@ -358,13 +361,13 @@ class Collective:
     def abandon(self) -> None:
         """Close all connections, even reused ones, so that ranks waiting for this one fail at once.
 
-        Runs on: a rank that leaves in the middle with an error that was not agreed on.
+        Runs on: a rank that leaves in the middle with an error that the other ranks do not know.
         """
         if self._group is not None:
             group, self._group = self._group, None
             if not self._wait_for_answer(_END_SECS):
                 return  # torch would wait for it as long as the time-out, if a rank hangs
-            self._in_flight = None  # it keeps the connections open, and with them the ranks that wait for this one
+            self._in_flight = None  # else the connections would stay open, and the ranks waiting for this one wait on
             # torch 2.6 and older join gloo's threads with the GIL held. Such a thread may be waiting for it to free a
             # tensor: a deadlock. The backend's own Python object releases the GIL, so it must be the last reference.
             backend = group._get_backend(torch.device('cpu'))
@@ -402,9 +405,10 @@ class Collective:
             ) from error
 
     def _warn_of_missing_ranks(self) -> None:
-        """Say which ranks do not wait, on the first rank that waits so long. Runs on: a thread of its own."""
-        with contextlib.suppress(Exception):  # without a store, or its host
-            store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_met}', _get_default_store())
+        """Log which ranks have not arrived, on the first rank to wait this long. Runs on: a timer's thread."""
+        # The store, or the rank that hosts it, may be gone; MPI has none
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):
+            store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_ensured}', _get_default_store())
             store.set(f'{self.rank}', '')
             if store.add('first', 1) == 1:
                 time.sleep(_REGISTER_SECS)
@@ -419,7 +423,7 @@ class Collective:
             raise RankLostError(f'{what}: the connection broke earlier')
         try:
             yield
-        except Exception as error:  # a closed connection, a time-out, no memory for the answer
+        except Exception as error:  # of any type: a closed connection, a time-out, no memory for the answer
             # Otherwise ranks waiting for this one would hang until their own time-out
             self.abandon()
             secs = self._timeout.total_seconds()

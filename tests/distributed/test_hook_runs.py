@@ -172,7 +172,7 @@ def test_save_best_without_a_validation_and_another_hook_of_this_name_are_told(f
 
 def test_a_visualizer_that_fails_ends_neither_a_save_nor_a_run(finished):
     log_dir = log_dir_of(finished, 'beside_others')
-    assert 'is saved, but this was not reported: OSError: injected' in log_of(log_dir)
+    assert 'is saved, but a callback failed: OSError: injected' in log_of(log_dir)
     assert saves(log_dir) == {'hf_model': 2}
 
 

@@ -43,9 +43,10 @@ WAYS = [
 ENTRANCES = {
     'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',
     'saves.manager.CheckpointManager.wait_for_background_save': 'raises or reports what all ranks have',
-    'saves.manager.CheckpointManager._tell': 'tells what all ranks have; what it calls may fail',
-    'saves.manager.CheckpointManager._report': 'tells what all ranks have; what it calls may fail',
-    'saves.manager.CheckpointManager._reporting': 'catches what fails then',
+    'saves.manager.CheckpointManager._call_frontend': 'tells what all ranks have; what it calls may fail',
+    'saves.outcomes.Outcomes.log_outcome': 'tells what all ranks have; what it calls may fail',
+    'saves.outcomes.Outcomes.call_frontend': 'tells what all ranks have; what it calls may fail',
+    'saves.outcomes.Outcomes._logging_errors': 'catches what fails then',
     'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
     'background.background_tasks.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
     'background.background_tasks.BackgroundTask._run': 'runs in the thread that saves',
@@ -61,7 +62,7 @@ INSIDE = {
 #: Within this, rank 0 calls a function of the save.
 CALLS_BACK = 'collective.Collective.from_rank0'
 #: After the commit: the save is good, and a rank alone could not tell all of it.
-NOT_REPORTED = 'is saved, but this was not reported'
+NOT_REPORTED = 'is saved, but a callback failed'
 #: After the commit, on all ranks.
 NOT_BEGUN = 'is saved, but its upload and on_saved were not begun: '
 

@@ -1,4 +1,4 @@
-"""What is done with one committed save after another, from files that are kept until it is done."""
+"""Work on one committed save after another, from pinned files, which stay until the work is done."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from logging import LoggerAdapter
 from typing import ClassVar, TypeVar
 
 from xhf_hooks.background.background_tasks import BackgroundTask
+from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.pinned_save import PinnedSave
 from xhf_hooks.planning.types import Step
 
-#: How long the end of the run waits for the thread: longer than a command may take after SIGTERM.
+#: How long the end of the run waits for the thread: longer than a command may take to end after SIGTERM.
 _END_SECS = 8.0
 
 
@@ -23,11 +24,11 @@ class RunHasEnded(Exception):
 
 @dataclass(eq=False)
 class SaveJob:
-    """What is done with one save.
+    """The work on one save.
 
     Attributes:
-        name: Name of its folder, such as ``hf_model``.
-        unpin: Called when all is done, or nothing will be; perhaps twice.
+        name: Name of the folder of the save, such as ``hf_model``.
+        unpin: Called when the work has ended, or will not begin; perhaps twice.
     """
 
     name: str
@@ -59,31 +60,31 @@ class EachSave(BackgroundTask[AnyJob]):
         super().__init__()
 
     def process(self, job: AnyJob) -> None:
-        """What is done with a save. Calls :meth:`pause` often."""
+        """Do the work on a save. Must call :meth:`pause` often."""
         raise NotImplementedError
 
     def work(self, job: AnyJob) -> None:
-        """Handle a save unless the run has ended, and tell what became of it."""
+        """Work on a save unless the run has ended, and log what became of it."""
         try:
             self.pause()
             self.process(job)
         except RunHasEnded:
             self._drop(job, 'training has ended')
-        except Exception as error:
+        except Exception as error:  # of any type: this thread goes on with the next save
             self.failed.append(str(job))
             self._log.error(f'{self.what} {job} failed; training goes on: {type(error).__name__}: {error}')
         job.unpin()
 
     def pin(self, target: CheckpointFolder, step: Step) -> PinnedSave | None:
-        """Keep the files of the save that was just committed, or log why they cannot be kept."""
+        """Pin the save that was just committed, or log why it cannot be pinned."""
         try:
             return target.pin()
-        except Exception as error:  # the save itself is good
+        except (OSError, XhfError) as error:  # the save itself is good
             self._log.error(f'{self.what} {target.name}, {step.label} was cancelled: {error}')
             return None
 
     def add(self, job: AnyJob, *, replaces: bool = True) -> None:
-        """Have this save handled next, in place of one of that name that waits."""
+        """Work on this save next; with ``replaces``, in place of a waiting save of the same name."""
         for old in [old for old in [*self._waiting] if replaces and old.name == job.name]:
             with contextlib.suppress(ValueError):  # its work has just begun
                 self._waiting.remove(old)
@@ -97,13 +98,13 @@ class EachSave(BackgroundTask[AnyJob]):
         """Wait.
 
         Raises:
-            RunHasEnded: It has.
+            RunHasEnded: The run has ended.
         """
         if self._must_end.wait(secs):
             raise RunHasEnded
 
     def close(self) -> None:
-        """Drop what is left to do, tell that, and end the thread. Does nothing the second time."""
+        """Drop the work that is left, log that, and end the thread. Does nothing the second time."""
         if self._must_end.is_set():
             return
         super().close()

@@ -81,7 +81,7 @@ class ExitWait:
 
     def _wait_for_signals(self) -> None:
         while (number := self._wake.get()) is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of any type: the signal must take effect in any case
                 self._wait_before(number)
             self._has_waited = True
             signal.pthread_kill(threading.main_thread().ident or 0, number)

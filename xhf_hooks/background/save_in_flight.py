@@ -16,8 +16,9 @@ class SaveInFlight:
     """One save.
 
     Attributes:
-        report_outcome: Called as soon as it has ended, with what was made or the error.
-        outcome: Done once it was told.
+        make: Makes the save.
+        report_outcome: Called as soon as the save has ended, with what was committed or the error.
+        outcome: Resolves after ``report_outcome`` has returned.
     """
 
     step: Step
@@ -35,13 +36,13 @@ class SavesInBackground(BackgroundTask[SaveInFlight]):
     name, must_finish = 'a save in the background', True
 
     def work(self, job: SaveInFlight) -> None:
-        """Make a save, tell its outcome, and hand it to the thread that trains."""
+        """Make a save, report its outcome, and hand it to the thread that trains."""
         made, error = None, None
         try:
             made = job.make()
-        except BaseException as raised:
+        except BaseException as raised:  # of any type: the thread that trains waits for this outcome
             error = raised
-        with contextlib.suppress(Exception):  # the thread goes on
+        with contextlib.suppress(Exception):  # of any type: so does the next save, for this thread
             job.report_outcome(made, error)
         if made is not None:
             job.outcome.set_result(made)

@@ -295,7 +295,7 @@ def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
     except OSError as error:
         if error.errno in _OF_THE_DISK:  # which says nothing about the tokenizer
             raise
-    except Exception:  # files of others fail with any error
+    except Exception:  # of any type, from a tokenizer library that reads damaged or unknown files
         pass
     return None
 
@@ -304,7 +304,7 @@ def _saved_again(base_dir: str, folder: Path) -> _Files | None:
     """What the tokenizer in a folder saves. It is only compared: failures count as another tokenizer."""
     try:
         loaded = load_tokenizer(base_dir, trust_remote_code=False)
-    except Exception:  # files of others fail with any error
+    except Exception:  # of any type, from a tokenizer library that reads damaged or unknown files
         return None
     return None if loaded is None or _is_custom(loaded) else _saved_if_it_can(loaded, folder)
 

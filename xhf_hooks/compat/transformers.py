@@ -207,7 +207,7 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
     """Names that are not written, and that loading restores since the class ties them to others while it is built.
 
     transformers 4 loads into a model that it has built, with its ties, such as those of Donut's decoder, unless a
-    device map is given, as in the rehearsal. transformers 5 ties afterwards.
+    device map is given, as when loading is checked. transformers 5 ties afterwards.
 
     Args:
         model: As its class builds it, on the meta device.
@@ -219,7 +219,7 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
 def loaded_without_device_map(
     load: Callable[[], tuple[Any, Any]], held: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
 ) -> tuple[Any, Any] | None:
-    """What ``rehearsal.load_and_tell`` returns; None where that fails, too.
+    """What ``loading_check.load_and_tell`` returns; None where that fails, too.
 
     transformers before 4.48 forgets the tensors that it is given with a device map. Without one, on the meta device, it
     takes all tensors for one, and reports nothing missing. It renames nothing.
@@ -230,7 +230,7 @@ def loaded_without_device_map(
         on_meta: Ways to build a model on the meta device, of which the first that works is taken.
     """
     for context in on_meta:
-        with suppress(Exception), context():
+        with suppress(Exception), context():  # of any type, from custom code: then the next way is tried
             model, problems = load()
             ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
             listed = model.state_dict().keys()  # which a class may override

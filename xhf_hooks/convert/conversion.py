@@ -30,11 +30,11 @@ from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
-from xhf_hooks.meta_model.beside import adapter_beside, frozen_only
 from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
 from xhf_hooks.meta_model.match import Match, require_all
 from xhf_hooks.meta_model.stored_names import name_as_in_model
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
+from xhf_hooks.meta_model.trainer_files import adapter_of_trainer, frozen_only
 from xhf_hooks.options import VerifyLevel
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave
@@ -89,7 +89,7 @@ class Conversion:
         self._checkpoint, self._options = checkpoint, options
         found = checkpoint.found
         named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
-        held, beside = _by_name(named.tensors), adapter_beside(found)
+        held, beside = _by_name(named.tensors), adapter_of_trainer(found)
         self._config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
         self._meta_model = build_meta_model(
             self._config,
@@ -131,7 +131,7 @@ class Conversion:
         self.warnings += self._exporter.notes
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
-        self.warnings += self._exporter.rehearse(plan.placements)
+        self.warnings += self._exporter.check_loading(plan.placements)
         is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
         if self._meta_model.has_config_of_base and is_whole_model:
             bases = ' and '.join(base.folder for base in self._meta_model.bases)
@@ -261,7 +261,7 @@ class Conversion:
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()
-            target.require_room(plan.nbytes)
+            target.require_disk_space(plan.nbytes)
             with naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
-    Base,
     CopiedTokenizer,
-    base_dir_of,
+    LocatedBase,
+    base_of_model,
     is_remote_code,
     load_or_copy_tokenizer,
     warn_of_revisions,
@@ -84,7 +84,7 @@ class Exporter(ABC):
             ModelError: The model differs from what ``from_pretrained`` will build.
         """
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         """Load what will be written, without weights, and return notes on what could not be tried. Runs on: rank 0.
 
         Called after :meth:`entries`, before anything is written.
@@ -99,9 +99,9 @@ class Exporter(ABC):
         return False
 
     @property
-    def base_dir(self) -> Base:
+    def base_dir(self) -> LocatedBase:
         """Folder or hub name that the model was loaded from; '' if unknown."""
-        return Base.locate('') if self._model is None else base_dir_of(self._model)
+        return LocatedBase.locate('') if self._model is None else base_of_model(self._model)
 
     def warn_of_revisions(self) -> list[str]:
         """A warning if it cannot be told which revision of the base the model was loaded from. Runs on: rank 0."""
@@ -176,10 +176,10 @@ class CompositeExporter(Exporter):
     def is_outdated(self) -> bool:
         return any(part.is_outdated() for part in self.parts.values())
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         notes = []
         for folder, part in self.parts.items():
-            notes += part.rehearse([one for one in placements if one.file.rpartition('/')[0] == folder])
+            notes += part.check_loading([one for one in placements if one.file.rpartition('/')[0] == folder])
         return notes
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:

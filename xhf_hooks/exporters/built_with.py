@@ -12,7 +12,7 @@ from xhf_hooks.format.text import some
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from xhf_hooks.exporters.rehearsal import Problems
+    from xhf_hooks.exporters.loading_check import Problems
 
 #: More switches than this are not tried together; no class of transformers has more.
 _MAX_SWITCHES = 4

@@ -191,7 +191,7 @@ def require_json(model: PreTrainedModel) -> None:
         try:
             config.to_json_string()
             continue
-        except Exception as error:  # classes may be custom code
+        except Exception as error:  # of any type, from custom code
             fields = config.to_dict()
             reason = error
         found = [f'{name} ({type(value).__name__})' for name, value in fields.items() if not _is_json(value)]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from xhf_hooks.base_files import is_remote_code
-from xhf_hooks.compat.transformers import converts_weights, text_config, tied_weight_keys, tied_while_built
+from xhf_hooks.compat.transformers import converts_weights, text_config, tied_while_built
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
@@ -23,17 +21,18 @@ from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_missing
 from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.computed import ComputedTensor, computing_nbytes, with_computed
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
-from xhf_hooks.exporters.lora_merge import merge_adapters
-from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
-from xhf_hooks.exporters.rehearsal import (
+from xhf_hooks.exporters.loading_check import (
     differences,
     load_and_find_fp32,
     load_empty,
+    loading_not_checked,
     needs_its_code,
-    not_rehearsed,
     require_none,
 )
+from xhf_hooks.exporters.lora_merge import merge_adapters
+from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
 from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
+from xhf_hooks.exporters.ties import TIE, are_embeddings_tied, ignored_names, matches, reads_tie, redundant_names
 from xhf_hooks.exporters.weight_conversion import convert_specs
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
@@ -52,15 +51,13 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from xhf_hooks.exporters.rehearsal import Problems
+    from xhf_hooks.exporters.loading_check import Problems
 
-#: The field of configs that says whether input and output embeddings are one tensor.
-_TIE = 'tie_word_embeddings'
 #: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
 #: and ``save_hf`` is called many times.
 _BUILT: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
 #: What has been loaded without problems, by live model and exporter, for the same reason.
-_REHEARSED: WeakKeyDictionary[PreTrainedModel, dict[type, Any]] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[PreTrainedModel, dict[type, Any]] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
@@ -93,7 +90,7 @@ class HuggingFaceExporter(Exporter):
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
-        self._arguments: dict[str, Any] = {}  # of the class, beside its config
+        self._arguments: dict[str, Any] = {}  # of the class, besides its config
         self._without_arguments: Problems = {}  # what they change
         self._planned_config: dict[str, Any] = {}  # that of the live model, when entries() was called
         require_not_quantized(self._model)
@@ -124,7 +121,7 @@ class HuggingFaceExporter(Exporter):
             self._reference = self._build_reference(self._config)
         self._find_arguments(own)
         self._compare_with_reference(own)
-        self._not_written = set(self._redundant_names(own))
+        self._not_written = set(redundant_names(self._reference, own))
         own = {name: spec for name, spec in own.items() if name not in self._not_written}
         entries = self._convert(own)
         if base is not None:
@@ -157,7 +154,7 @@ class HuggingFaceExporter(Exporter):
             kind = self._class_that_loads()
             try:
                 wide = load_and_find_fp32(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
-            except Exception as error:  # it may be custom code
+            except Exception as error:  # of any type, from custom code
                 expected = f'None, since {kind.__name__} keeps tensors in fp32, and which could not be tried: {error!r}'
                 raise OptionError('dtype', expected, dtype) from error
             kept = {self._names[name].name for name in wide if name in self._names}
@@ -168,34 +165,35 @@ class HuggingFaceExporter(Exporter):
             result.append(entry)
         return result
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         config, kind = self._config, self._class_that_loads()
         placements = [one for one in placements if one.file not in self._around]
         placements = [one for one in placements if one.hf_name not in self._copied]  # which the class does not load
-        done = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
-        rehearsed = _REHEARSED.setdefault(self._model, {})
-        if rehearsed.get(type(self)) == done:
+        key = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
+        loaded_before = _LOADED.setdefault(self._model, {})
+        if loaded_before.get(type(self)) == key:
             return []
         try:
             loaded, problems = load_empty(kind, config, placements, arguments=self._arguments)
         except ModelError:
             raise
-        except Exception as error:  # a class may be custom code; transformers may lack accelerate, which this needs
-            return [not_rehearsed(kind, error)]
+        except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
+            return [loading_not_checked(kind, error)]
         restored: set[str] = set()
         if problems['missing'] and not converts_weights():
             restored = tied_while_built(build_on_meta(kind, config, self._arguments), self._not_written)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
+        expected = ignored_names(self._reference) | restored
         for _, names in names_by_identity(loaded):
             known = [name for name in names if name in self._names]
             if len({self._names[name].name for name in known}) > 1:
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
-            elif known and self._not_written.issuperset(known) and not (self._ignored | restored).issuperset(known):
+            elif known and self._not_written.issuperset(known) and not expected.issuperset(known):
                 problems.setdefault('not tied to what is saved', []).append(known[0])
         if problems.get('tied, but trained apart'):
-            require_none(problems, kind.__name__, f"set {_TIE} to False in the model's config before training")
+            require_none(problems, kind.__name__, f"set {TIE} to False in the model's config before training")
         require_none(problems, kind.__name__)
-        rehearsed[type(self)] = done
+        loaded_before[type(self)] = key
         comes_with_code = is_remote_code(self._model) or bool(getattr(config, 'auto_map', None))
         return [] if comes_with_code else needs_its_code(kind)
 
@@ -241,35 +239,33 @@ class HuggingFaceExporter(Exporter):
             text_config(config).vocab_size = self._vocab_size
         if self._is_tied is not None:
             for part in (config, text_config(config)):
-                if getattr(part, _TIE, self._is_tied) != self._is_tied:
-                    setattr(part, _TIE, self._is_tied)
+                if getattr(part, TIE, self._is_tied) != self._is_tied:
+                    setattr(part, TIE, self._is_tied)
         return config
 
     def _can_describe_tie(self, is_tied: bool) -> bool:
-        """Whether the config may say so, and nothing else changes than which tensors are one.
+        """Whether the config may say so, and nothing changes but which tensors are one.
 
-        T5 and its kin scale the head's input in ``forward`` if it does, or their config always says that there is a
-        tie. Then it stays as it is: a tie is stored under both names, and so is what transformers 5 does not tie, since
-        it compares values.
+        If a class does more with that field (:func:`.reads_tie`), or its config always says that there is a tie, the
+        config stays as it is: a tie is stored under both names, and so are tensors that transformers 5 does not tie,
+        since it compares values.
         """
-        parts: Iterator[nn.Module] = iter(()) if self._reference is None else self._reference.modules()
-        if any(_TIE in _names_in(type(part).forward) for part in parts):
+        if self._reference is not None and reads_tie(self._reference):
             return False
         config = self._config  # with the tie, since _is_tied is set
         try:
             read = type(config).from_dict(config.to_dict())
-        except Exception:  # it may be custom code; rehearse() tells the error
+        except Exception:  # of any type, from custom code; check_loading() reports it
             return True
-        return all(getattr(part, _TIE, is_tied) == is_tied for part in (read, text_config(read)))
+        return all(getattr(part, TIE, is_tied) == is_tied for part in (read, text_config(read)))
 
     def _misdescribed_tie(self, own: Mapping[str, TensorSpec]) -> bool | None:
         """Whether input and output embeddings are one tensor, if the config says otherwise; None if it is right."""
-        embeddings = [input_embedding(self._reference), output_embedding(self._reference)]
-        names = [[n for n, t in module_tensors(self._reference) if t is one and n in own] for one in embeddings]
-        if not all(names):
+        ties = None if self._reference is None else are_embeddings_tied(self._reference, own)
+        if ties is None:
             return None
-        is_tied = len({own[name].name for name in (*names[0], *names[1])}) == 1
-        is_right = is_tied == (embeddings[0] is embeddings[1])
+        is_tied, is_described = ties
+        is_right = is_tied == is_described
         if self._adapters and not is_tied:  # peft writes that down, even if no class asks
             is_right = False
         return None if is_right else is_tied
@@ -289,10 +285,10 @@ class HuggingFaceExporter(Exporter):
             try:
                 reference = build_on_meta(kind, config, self._arguments)
                 _BUILT[self._model] = key, reference
-            except Exception:
+            except Exception:  # of any type, from custom code
                 if kind.__module__.partition('.')[0] == 'transformers':
                     raise
-                # Code of others may want more than a config. Loading cannot be tried then, which rehearse() tells
+                # Custom code may want more than a config. Loading cannot be tried then, and check_loading() says so
                 reference = copy_on_meta(self._model, config, {name: one.shape for name, one in self._names.items()})
         conversions = getattr(self._model, '_weight_conversions', None)
         if conversions is not None and not any(map(_is_of_quantizer, conversions)):
@@ -306,14 +302,14 @@ class HuggingFaceExporter(Exporter):
         return self._planned_config != self._model.config.to_dict()
 
     def _find_arguments(self, own: dict[str, TensorSpec]) -> None:
-        """If the trained model is not what its config alone describes, look for arguments that were given beside it."""
+        """If the config alone does not describe the trained model, look for more arguments that its class was given."""
         without, config = self._differences(own), self._config
 
         def differences_with(arguments: Mapping[str, Any]) -> Problems:
             self._arguments = dict(arguments)
             try:
                 self._reference = self._build_reference(config)
-            except Exception:  # the class may be custom code
+            except Exception:  # of any type, from custom code
                 return without
             return self._differences(own)
 
@@ -332,7 +328,7 @@ class HuggingFaceExporter(Exporter):
         require_none(problems, what)
 
     def _differences(self, own: dict[str, TensorSpec]) -> Problems:
-        """How the trained model differs from the reference, but for what the class says that it may lack or have."""
+        """How the trained model differs from the reference, apart from names that the class declares to be optional."""
         reference = self._reference
         problems = differences(
             {name: spec.shape for name, spec in own.items()},
@@ -340,40 +336,9 @@ class HuggingFaceExporter(Exporter):
         )
         may_lack = getattr(reference, '_keys_to_ignore_on_load_missing', None) or ()
         may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
-        problems['missing'] = [name for name in problems['missing'] if not _matches(may_lack, name)]
-        problems['unexpected'] = [name for name in problems['unexpected'] if not _matches(may_have, name)]
+        problems['missing'] = [name for name in problems['missing'] if not matches(may_lack, name)]
+        problems['unexpected'] = [name for name in problems['unexpected'] if not matches(may_have, name)]
         return problems
-
-    @property
-    def _ignored(self) -> set[str]:
-        """Names that the class never writes: it says so, or its own ``state_dict`` leaves them out."""
-        from transformers import PreTrainedModel
-
-        ignored = set(getattr(self._reference, '_keys_to_ignore_on_save', None) or ())
-        reference = self._reference
-        if reference is not None and type(reference).state_dict is not PreTrainedModel.state_dict:
-            listed = reference.state_dict()
-            ignored.update(name for name, _ in module_tensors(self._reference) if name not in listed)
-        return ignored
-
-    def _redundant_names(self, own: dict[str, TensorSpec]) -> list[str]:
-        """Names that are not written: those that the class ignores, and all but one of tied weights.
-
-        Same rule as ``remove_tied_weights_from_state_dict`` (transformers ``modeling_utils.py``), but ties are found by
-        identity. A tie that loading does not restore is written under each name.
-        """
-        ignored = self._ignored
-        tensors = {name: id(tensor) for name, tensor in module_tensors(self._reference)}
-        declared = tied_weight_keys(self._reference)
-        redundant = [name for name in own if name in ignored]
-        names_of: dict[tuple[str, int | None], list[str]] = {}
-        for name, spec in own.items():
-            if name not in ignored:
-                names_of.setdefault((spec.name, tensors.get(name)), []).append(name)
-        for names in names_of.values():
-            tied = [name for name in sorted(names) if _matches(declared, name)]
-            redundant += tied if len(tied) < len(names) else tied[:-1]
-        return redundant
 
 
 def _writes_n_parameters() -> bool:
@@ -384,21 +349,5 @@ def _writes_n_parameters() -> bool:
 
 
 def _is_of_quantizer(conversion: Any) -> bool:
-    """Whether it is what a quantizer did when it loaded the model, such as dequantizing; it is gone since."""
+    """Whether a quantizer has made this conversion when it loaded the model, such as dequantizing; it is gone since."""
     return any(hasattr(operation, 'hf_quantizer') for operation in getattr(conversion, 'operations', ()))
-
-
-def _names_in(function: Any) -> set[str]:
-    """The names of attributes and globals that a function reads, under its decorators and in functions within it."""
-    found: set[str] = set()
-    waiting = [getattr(inspect.unwrap(function), '__code__', None)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            found.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
-            waiting += code.co_consts
-    return found
-
-
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)

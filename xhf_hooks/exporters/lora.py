@@ -23,9 +23,9 @@ from xhf_hooks.exporters.find_model import (
     inactive_adapters,
 )
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.loading_check import load_empty_adapter, loading_not_checked, require_none
 from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import load_empty_adapter, not_rehearsed, require_none
 from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
 from xhf_hooks.format.text import counted, error_text
 from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
@@ -164,17 +164,17 @@ class AdapterExporter(Exporter):
             raise _computed_by_peft(kind, 'the ranks that it has not pruned')
         try:
             found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=adapter)
-        except Exception as error:  # it expects tensors
+        except Exception as error:  # of any type: peft computes with values, and these are only specs
             raise _computed_by_peft(kind, f'what it computes ({error_text(error)})') from error
         return {without_wrappers(name): spec for name, spec in found.items()}
 
-    def rehearse(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
         try:
             base = self._build_base()
             own = [one for one in placements if one.file not in self._around]
             problems = load_empty_adapter(base, self._config, own)
-        except Exception as error:  # the base may be custom code
-            return [not_rehearsed(model_class(self._model), error)]
+        except Exception as error:  # of any type, from custom code
+            return [loading_not_checked(model_class(self._model), error)]
         require_none(problems, f'peft, with this adapter of a {type(base).__name__},')
         return []
 

@@ -135,7 +135,7 @@ def call_on_meta(build: Callable[[], Built]) -> Built:
         try:
             with torch.device('meta'):
                 return build()
-        except Exception:  # classes may be custom code; the second call raises what has another cause
+        except Exception:  # of any type, from custom code; the second call raises it again if it has another cause
             with torch.device('cpu'), _parameters_on_meta():
                 model = build()
     for module in model.modules():

@@ -122,7 +122,7 @@ def _written_around(whole: nn.Module, path: str, names: Sequence[Sequence[str]])
             files = read_files(Path(temporary))
             stored = [name for name in files if name.endswith(_SAFETENSORS)]
             found = {name: _numbers_in(Path(temporary, name), len(names)) for name in stored}
-    except Exception as error:  # it is code of others
+    except Exception as error:  # of any type, from the model's own code
         return _Written(error=error_text(error))
     # The exported model itself is in model.safetensors of the main folder
     tensors = {name: numbered for name, numbered in found.items() if numbered and name != f'model{_SAFETENSORS}'}

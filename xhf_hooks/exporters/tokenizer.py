@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
-    Base,
     CopiedTokenizer,
+    LocatedBase,
     PartAndTokenizer,
     base_file,
     base_folder,
@@ -43,7 +43,7 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     tokenizer = of_the_run if option is None else option
     warnings = exporter.warn_of_revisions()
     if isinstance(tokenizer, (str, Path)):
-        folder = Base.locate(str(tokenizer))
+        folder = LocatedBase.locate(str(tokenizer))
         tokenizer = _in_folder(folder)
         if tokenizer is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', folder)

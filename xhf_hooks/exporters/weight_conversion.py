@@ -158,7 +158,7 @@ def _smallest_group(
     """
     try:
         return group_of(sources)
-    except Exception as caught:  # operations raise anything
+    except Exception as caught:  # of any type: transformers' operations refuse groups that lack a tensor in many ways
         error = caught
     around = min(sources)
     while around:
@@ -166,7 +166,7 @@ def _smallest_group(
         prefix = f'{around}.' if around else ''
         near = [part for part in parts if part != sources and all(name.startswith(prefix) for name in part)]
         for others in (*((part,) for part in near), near):
-            with suppress(Exception):
+            with suppress(Exception):  # as above
                 return group_of(sources, *others)
     raise error
 

@@ -34,7 +34,8 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on.
+    later, the error is logged and training goes on. ``saves`` (raises before training) and ``close`` come from
+    :class:`.RunFrontend`.
 
     Examples:
         >>> custom_imports = dict(imports=['xhf_hooks'])
@@ -42,14 +43,15 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """
 
     priority = 95  # after CheckpointHook (90)
-    _saved_to: Path | None = None  # by this hook, in an earlier training of the same runner
+    _saved_to: Path | None = None  # out_dir of this hook in an earlier training of the same runner
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._schedule = Schedule(-1, by_epoch=False)  # until training begins
         self._best = self._best_metric()
         self._has_compared = False
-        # MMEngine builds this hook before an IterBasedTrainLoop, which starts its data loader workers when it is built
+        # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
+        # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built
         self._children = SignalProofChildren(signal_numbers(self.save_on_signal)) if self.save_on_signal else None
 
     def before_train(self, runner: Any) -> None:
@@ -83,7 +85,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
             sweep=Path(runner.work_dir) if self.out_dir is None else None,
-            # A folder of another run that began in the same second is not that of this run, though it has its name
+            # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=self.out_dir is not None or out_dir == self._saved_to,
             run=runner,
             suffixes=[] if self._best is None else self._best.suffixes(),
@@ -92,7 +94,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         )
         self._saved_to = out_dir
         if self._children is not None:
-            self._children.close()  # from now on, the saves have their own
+            self._children.close()  # SaveRequests does the same from now on
         if self._best is not None:
             self._learn_of_best(self._best, runner.message_hub)
 
@@ -128,12 +130,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         return None if self.save_best is None else BestMetric(self.save_best, self.rule)
 
     def _save_if_best(self, best: BestMetric, runner: Any, metrics: Mapping[str, Any]) -> None:
-        """Save what has improved. Runs on: all ranks.
+        """Save the model for each metric that has improved. Runs on: all ranks.
 
         Rank 0 decides: the validation loss, for one, is not reduced over ranks (mmengine ``runner/loops.py``).
 
         Raises:
-            AgreedError: As in CheckpointHook, the first results can't be compared, whatever ``on_error`` is.
+            AgreedError: The first validation cannot be compared, for example since it lacks the metric. Raised even
+                with ``on_error='continue'``, as CheckpointHook does.
         """
         saves = self.saves
 
@@ -148,7 +151,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             ]
 
         if saves.has_pending_callback:
-            saves.wait_for_background_save()  # whether the last best save succeeded decides what the best score is
+            saves.wait_for_background_save()  # the best score is that of the last best save, if it succeeded
         try:
             with saves.collective.stage('comparing scores'):
                 saves.ensure_connected()
@@ -156,13 +159,13 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:
                 raise
-            saves.raise_or_log(error, 'comparing scores')
+            saves.outcomes.raise_or_log(error, 'comparing scores')
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:
             step = Step('iter', runner.iter, runner.iter)
             remember = partial(self._remember, best, runner, metric, score)
-            saves.save(step, saves.extra_targets[suffix], after=remember, manifest_fields=manifest_fields)
+            saves.save(step, saves.extra_targets[suffix], callback=remember, manifest_fields=manifest_fields)
 
     def _remember(self, best: BestMetric, runner: Any, metric: str, score: float) -> None:
         """Record the score of a committed best save."""
@@ -194,11 +197,11 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         return Step('iter', runner.iter, runner.iter)
 
 
-register_hook('HFCheckpointHook', HFCheckpointHook)  # in place of the function that imports this module when called
+register_hook('HFCheckpointHook', HFCheckpointHook)  # replaces the lazy placeholder of `import xhf_hooks`
 
 
 def _warn_about_hooks_of_this_name(runner: Any, log: RunLog) -> None:
-    """Warn of other hooks with this name, such as XTuner's, which would run beside this one."""
+    """Warn about other hooks with this name, such as XTuner's, which would run, too."""
     for kind in map(type, runner.hooks):
         if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
             name = f'{kind.__module__}.{kind.__name__}'

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from xhf_hooks.exporters.loading_check import Problems, load_and_tell
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import Problems, load_and_tell
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import module_tensors, names_by_identity
@@ -63,7 +63,7 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
         return BaseWeights()
     try:
         found = load_recorded(kind, config, stored)
-    except Exception as error:  # the class may be custom code; transformers may lack accelerate
+    except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         if _has_all_names(kind, config, stored):  # transformers before 4.48 loads no tensors that it is given
             return BaseWeights(stored)
         told = f'{kind.__name__} did not tell its names in memory, so those in the files are taken'
@@ -74,7 +74,7 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
 
 def _has_all_names(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> bool:
     """Tells whether the files have each tensor of the class under its name in memory, so that nothing was renamed."""
-    with suppress(Exception):  # as in the caller
+    with suppress(Exception):  # of any type, from custom code
         model = build_on_meta(kind, config)
         return all(any(name in stored for name in names) for _, names in names_by_identity(model))
     return False

@@ -22,12 +22,12 @@ from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
-from xhf_hooks.meta_model.beside import ADAPTER_CONFIG, adapter_folder, config_folder, folder_beside
 from xhf_hooks.meta_model.meta_model import MetaModel
 from xhf_hooks.meta_model.nested_adapters import adapt_parts
 from xhf_hooks.meta_model.placing import below, find_class, has_other_tensors, place
 from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
 from xhf_hooks.meta_model.stored_names import without_adapters
+from xhf_hooks.meta_model.trainer_files import ADAPTER_CONFIG, adapter_folder, config_folder, folder_of_trainer_files
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
@@ -242,7 +242,7 @@ def _differing(config: Any, of_base: Any) -> list[str]:
 
 def _take_generation_config(meta_model: MetaModel, model: nn.Module, found: FoundCheckpoint, given: str | None) -> None:
     """Give the model the generation config beside the checkpoint, if there is one."""
-    folder = folder_beside(found, 'generation_config.json')
+    folder = folder_of_trainer_files(found, 'generation_config.json')
     if folder is None or not model.can_generate():
         return
     of_base, model.generation_config = model.generation_config, transformers_model.generation_config_in(str(folder))

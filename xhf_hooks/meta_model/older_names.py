@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from xhf_hooks.compat.transformers import converts_weights
-from xhf_hooks.exporters.rehearsal import Problems
+from xhf_hooks.exporters.loading_check import Problems
 from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
 from xhf_hooks.model import module_tensors, names_by_identity
@@ -51,7 +51,7 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
     try:
         with quiet():
             return load_recorded(type(model), model.config, stored)
-    except Exception:
+    except Exception:  # of any type, from custom code; transformers before 4.48 loads no tensors that it is given
         return None if converts_weights() else _load_by_name(model, stored)
 
 

@@ -159,7 +159,7 @@ def _parse_data(text: str, file: Path) -> dict[str, Any]:
             import yaml  # transformers requires it
 
             fields = yaml.safe_load(text)
-    except Exception as error:  # yaml raises errors of its own
+    except Exception as error:  # yaml raises its own types, and a recursion may be too deep
         raise ConfigError(f'{file}: not a config: {error_text(error)}; give another with --config') from None
     if not isinstance(fields, dict):
         raise ConfigError(f'{file}: not a config: expected fields, found a {type(fields).__name__}')

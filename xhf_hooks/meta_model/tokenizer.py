@@ -15,8 +15,8 @@ from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.text import error_text, some
-from xhf_hooks.meta_model.beside import folder_beside
 from xhf_hooks.meta_model.run_config import RunConfig, Unread
+from xhf_hooks.meta_model.trainer_files import folder_of_trainer_files
 from xhf_hooks.meta_model.transformers_model import refused_as
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
@@ -111,7 +111,7 @@ def _of_config(recipe: Any, plain: Mapping[str, Any], trust_remote_code: bool) -
     try:
         with quiet():
             tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
-    except Exception as error:  # whatever a library raises; the base may have one that works
+    except Exception as error:  # of any type, from a tokenizer library; the base may have a tokenizer that works
         return None, f'{folder} cannot be loaded ({error_text(error)})'
     return tokenizer, '' if tokenizer is not None else f'{folder} has no files of a tokenizer'
 
@@ -125,7 +125,7 @@ def _beside(
         base: That of ``--base``.
         base_dir: The base model, in whose words the tokenizer is written.
     """
-    folder = folder_beside(checkpoint, _SAVED, *PROCESSOR_FILES)
+    folder = folder_of_trainer_files(checkpoint, _SAVED, *PROCESSOR_FILES)
     if folder is None:
         return None, []
     found, notes = None, []
@@ -139,7 +139,7 @@ def _beside(
             options = {'local_files_only': True, 'trust_remote_code': trust_remote_code}
             try:
                 found = AutoProcessor.from_pretrained(folder, **options)
-            except Exception as error:  # of a package that is missing here, for example
+            except Exception as error:  # of any type, from custom code; or a package is missing here
                 told = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
                 notes.append(f'{told} ({error_text(error)})')
         if found is None:

@@ -1,4 +1,4 @@
-"""Before training: which ranks see the folder of a run, and that the run may use it."""
+"""Before training: which ranks can write into the folder of a run, and whether the run may use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 
 
 def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> WriteStrategy:
-    """What the option ``writer`` means for the file system of the output folder. Runs on: all ranks.
+    """Choose which rank writes what, from the option ``writer`` and what ranks see of the folder. Runs on: all ranks.
 
     Raises:
         AgreedError: Rank 0 cannot write there.
@@ -33,7 +33,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
         return wanted
     if len({path.name for path in paths}) == 1 and all_ranks_see(folder, collective):
         return wanted
-    if len(paths) > 1:  # rank 0 would save into its folder, and others would be told that theirs has the save
+    if len(paths) > 1:  # rank 0 would save into its folder, and the other ranks would log that theirs has the save
         raise RanksDifferError(
             f'out_dir differs between ranks: {some(sorted(map(str, paths)))}. All ranks of a job save one model, so '
             f'give all the same folder; to train several models, start the ranks of each as a job of their own'
@@ -87,13 +87,13 @@ def prepare_targets(
     sweep: Path | None = None,
     may_replace: bool = True,
 ) -> None:
-    """Claim the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
+    """Prepare the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
     Args:
-        targets: That of the newest save, then those of the best.
+        targets: The target of the newest save, then the extra ones, such as the best.
         bases: Folders or hub names of the models that the run starts from.
         sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
-        may_replace: Whether saves may replace those that are there before them.
+        may_replace: Whether saves may replace saves that were there before the run.
 
     Raises:
         TargetError: A folder cannot be used, or the disk is too small.
@@ -103,14 +103,14 @@ def prepare_targets(
         if sweep is not None and target.lock.works_across_hosts:
             with target.siblings.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
                 sweep_dead_runs(log, sweep, target.name, bases)
-    targets[0].require_room(nbytes)
+    targets[0].require_disk_space(nbytes)
 
 
 def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases: Iterable[str | Path] = ()) -> None:
     """Recover or delete what killed runs left under the timestamps of a work_dir. Skips live runs, by their locks.
 
     Args:
-        name: Of their saves, such as ``hf_model``.
+        name: The name of their saves, such as ``hf_model``.
         bases: As for :func:`prepare_targets`.
     """
     for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):

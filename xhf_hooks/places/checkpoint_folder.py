@@ -3,12 +3,12 @@
 =============================  =======================================================================================
 ``hf_model``                   the newest save
 ``hf_model_iter_500``          an older one, if more than one is kept
-``hf_model_others_iter_500``   what somebody else had put into a save that was deleted, or had changed there
+``hf_model_others_iter_500``   foreign files, or changed ones, that were in a save when it was deleted
 ``.hf_model.lock``             says who saves here
 ``.hf_model.staging-*``        a save that is being written
 ``.hf_model.previous-*``       the save whose name the new one gets, where two folders cannot be exchanged
 ``.hf_model.discarded-*``      a save that is being deleted
-``.hf_model.kept-*``           a save that its readers keep: uploads, and commands of ``on_saved``
+``.hf_model.kept-*``           a pinned save, for its readers: uploads, and commands of ``on_saved``
 ``.hf_model.shared-*``         a file that shows whether all ranks see the folder
 =============================  =======================================================================================
 
@@ -48,30 +48,31 @@ TEMPORARY = ('previous', 'staging', 'kept', 'discarded')
 
 
 class CheckpointFolder:
-    """The target of saves: the folder of the newest, such as ``hf_model``, with older and temporary ones beside it.
+    """The target of saves: the folder of the newest one, such as ``hf_model``, and its sibling folders.
 
     Rank 0 calls all methods, except that every rank calls :meth:`abort`. In this order:
 
     - before training :meth:`prepare`, after which no other run can use the folder;
-    - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_room`; then all ranks write into
-      it, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere; :meth:`commit`,
-      which gives it the name of the newest save, and only then has older ones deleted in the background; and
-      :meth:`abort`, however it ended;
-    - after a commit and before the next one :meth:`keep`, for readers that need the save longer;
+    - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_disk_space`; then all ranks
+      write into that folder, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere;
+      :meth:`commit`, which gives it the name of the newest save, and only then has older saves deleted in the
+      background; and :meth:`abort`, however the save ended;
+    - after a commit and before the next one :meth:`pin`, for readers that need the save longer;
     - at the end :meth:`unlock`.
 
     Temporary folders get names that were never used before, so that no host has stale cache entries for them. Before a
     folder is changed, the server is asked what its name refers to (:func:`.look_up`).
 
     Args:
-        path: Of the newest committed save. Two targets with the same one are the same.
+        path: Of the newest committed save. At most one target per path is prepared at a time.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         keep_every: As in :class:`.Retention`.
         elsewhere: How the user chooses another folder, for messages.
         warn: Called with what the user should know.
 
     Attributes:
-        staging: The folder that is being filled; None when there is none.
+        staging: The folder of the save that is being written; None when there is none.
+        siblings: Older saves, and temporary folders.
         lock: Held from :meth:`prepare` to :meth:`unlock`.
         is_for_save_hf: Made by ``save_hf``, where each save is a separate call and a loop of calls is one run. Then a
             commit waits until older saves are deleted, and :meth:`unlock` keeps other processes out until this one
@@ -97,7 +98,7 @@ class CheckpointFolder:
         self._staged_inode = 0
         self._run = uuid.uuid4().hex
         self._number: int | None = None  # of the last commit; read at the first
-        self._committed = path  # the last commit; has another name if something else has that of the newest save
+        self._committed = path  # the last commit: normally `path`; `path_<step>` if foreign files occupy `path`
 
     def sibling(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
@@ -108,12 +109,12 @@ class CheckpointFolder:
 
         Args:
             bases: Folders of models that the run starts from, which are neither replaced nor deleted.
-            may_replace: Whether saves may replace one that is there before them, or that a killed process had there.
-            remedy: What else the user may do if they may not, for the message.
+            may_replace: Whether an existing save (also one just recovered from a killed run) may be replaced.
+            remedy: What else the user may do if it may not, for the message.
 
         Raises:
-            TargetError: It is not writable, is in use by another run, or holds foreign files, one of the bases or a
-                save that must not be replaced.
+            TargetError: The folder is not writable, is in use by another run, or holds foreign files, one of the bases
+                or a save that must not be replaced.
         """
         self._take_lock()
         try:
@@ -130,7 +131,7 @@ class CheckpointFolder:
             raise
 
     def unlock(self) -> None:
-        """End the claim, so that another run can use the folder, once nothing is being deleted there."""
+        """Let other runs use the folder, once nothing is being deleted there."""
         self.siblings.deletion.wait()
         if self.is_for_save_hf:
             self.lock.keep_until_exit()
@@ -142,9 +143,9 @@ class CheckpointFolder:
         self._clean_up('discarded', 'kept', 'shared')  # this run has no readers yet
 
     def open_staging(self) -> Path:
-        """Begin a save, or a trial run that ends with :meth:`abort`; returns an empty folder.
+        """Begin a save, or a trial that ends with :meth:`abort`; returns an empty folder.
 
-        First waits until what the last commit deletes is gone, and its disk space free.
+        First waits until the saves that the last commit deletes are gone, and their disk space is free.
         """
         self.siblings.deletion.wait()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,11 +155,11 @@ class CheckpointFolder:
         self._staged_inode = os.lstat(self.staging).st_ino
         return self.staging
 
-    def require_room(self, needed_nbytes: int) -> None:
-        """Check that there is room for a save.
+    def require_disk_space(self, needed_nbytes: int) -> None:
+        """Check that a save fits on the disk.
 
         Raises:
-            TargetError: There is not.
+            TargetError: It does not.
         """
         free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
@@ -172,15 +173,15 @@ class CheckpointFolder:
         """Check that the save is complete, make it the newest, and only then have older ones deleted.
 
         Returns:
-            The folder of the save: the newest, or one with the step in its name, if something else has that name.
+            The folder of the save: normally ``path``; ``path_<step>`` if foreign files occupy ``path``.
 
         Args:
             verify: With 'full', every byte is read back and compared with the checksums taken from memory.
             workers: Number of threads that read back; None chooses.
 
         Raises:
-            IncompleteError: Something that was planned is missing.
-            OSError: It cannot be committed; the previous save is still the newest.
+            IncompleteError: A planned file or tensor is missing.
+            OSError: The save cannot be committed; the previous save is still the newest.
         """
         staging = self.staging
         if staging is None:
@@ -198,21 +199,22 @@ class CheckpointFolder:
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
         self._publish(staging, save.step)
-        if self.is_for_save_hf:  # what comes after a call may delete the folder, or end the process
+        if self.is_for_save_hf:  # after the call, the user's code may delete the folder, or end the process
             self.siblings.deletion.wait()
         return self._committed
 
     def abort(self) -> None:
-        """Remove what was not committed. Runs on: all ranks, after each save. Never raises."""
+        """Remove the folder of a save that was not committed. Runs on: all ranks, after each save. Never raises."""
         staging, self.staging = self.staging, None
         if staging is not None:
             with contextlib.suppress(OSError):
-                if os.lstat(staging).st_ino == self._staged_inode:  # an exchange may fail, and have happened
+                # exchange() may raise after it took effect; then this name holds the old save, which stays
+                if os.lstat(staging).st_ino == self._staged_inode:
                     (staging / MANIFEST_NAME).unlink(missing_ok=True)  # a half-deleted folder must not look like a save
                     shutil.rmtree(staging, ignore_errors=True)
 
     def pin(self) -> PinnedSave:
-        """Keep the save that was just committed for readers. No save may be committed meanwhile."""
+        """Pin the save that was just committed, for readers. No save may be committed meanwhile."""
         return pin_save(self._committed, self.siblings)
 
     def newest_manifest(self) -> bytes | None:
@@ -246,27 +248,27 @@ class CheckpointFolder:
         Raises:
             TargetError: Something else has its name.
         """
-        commit, what = self._look_at_newest()
-        if what:
+        manifest, problem = self._look_at_newest()
+        if problem:
             raise TargetError(
-                f'{self.path} {what}, and a save would replace it; move it away, or {self.elsewhere} another'
+                f'{self.path} {problem}, and a save would replace it; move it away, or {self.elsewhere} another'
             )
-        return commit
+        return manifest
 
     def _look_at_newest(self) -> tuple[Manifest | None, str]:
-        """The manifest of the newest save, None if there is none; and what else has its name, '' if nothing has."""
+        """The manifest of the newest save, None if there is none; and why its name is not ours to use, '' if it is."""
         found = look_up(self.path)
         if found is None:
             return None, ''
-        commit, what = None, ''
+        manifest, problem = None, ''
         try:
             if not stat.S_ISDIR(found.st_mode):
-                what = 'is not a folder'
-            elif (commit := read_manifest_or_none(self.path)) is None and any(self.path.iterdir()):
-                what = 'holds files that this package did not write'
+                problem = 'is not a folder'
+            elif (manifest := read_manifest_or_none(self.path)) is None and any(self.path.iterdir()):
+                problem = 'holds files that this package did not write'
         except OSError as error:
-            what = f'cannot be read ({error})'
-        return commit, what
+            problem = f'cannot be read ({error})'
+        return manifest, problem
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
         self.siblings.guard(bases)
@@ -304,7 +306,7 @@ class CheckpointFolder:
             self.siblings.add_older(left, saved)
 
     def _next_number(self) -> int:
-        """A number above those of all saves here: somebody may have made an older one the newest."""
+        """A number above those of all saves here, since a user may have given an older save the newest one's name."""
         if self._number is None:
             self._number = max((saved.number for saved in self.siblings.older().values()), default=0)
         newest, _ = self._look_at_newest()
@@ -314,10 +316,10 @@ class CheckpointFolder:
     def _publish(self, staging: Path, step: Step) -> None:
         _, foreign = self._look_at_newest()
         replaced, retention, self._committed = None, self.retention, self.path
-        if foreign:  # for example, somebody has removed the manifest; a finished save is not thrown away for that
+        if foreign:  # for example, a user has removed the manifest; that is no reason to lose a finished save
             self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
             os.rename(staging, self._committed)
-            if retention.max_keep != -1:  # there is no newest one besides
+            if retention.max_keep != -1:  # this save counts as an older one, since `path` itself holds none
                 retention = replace(retention, max_keep=retention.max_keep + 1)
             self._warn(
                 f'{self.path} {foreign}, so it stays, and the save of {step.label} is {self._committed}; move '
@@ -327,7 +329,7 @@ class CheckpointFolder:
             replaced = self._replace_newest(staging)
         else:
             os.rename(staging, self.path)
-        self.staging = None  # that name may be the old save's
+        self.staging = None  # after an exchange, that name is the old save's
         with self.siblings.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
             fsync(self.path.parent)  # before anything is deleted
             self.siblings.retain(replaced, step, retention)
@@ -336,7 +338,7 @@ class CheckpointFolder:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.
 
         Raises:
-            OSError, TargetError: It could not be done; the message says if the old folder does not have its name.
+            OSError, TargetError: The save was not replaced; the message says so if the old folder lost its name.
         """
         self.siblings.require_no_base(self.path)
         if exchange(new, self.path):

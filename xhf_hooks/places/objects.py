@@ -96,7 +96,7 @@ class Store:
             self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
         except ImportError as error:
             raise StoreError(f'{url}: {error} (docs/object-stores.md), or set upload_to to another place') from None
-        except Exception as error:
+        except Exception as error:  # of any type: each store's library raises its own
             said = without_secrets(f'{type(error).__name__}: {error}')
             raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and storage_options') from None
         self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
@@ -144,7 +144,7 @@ class Store:
             self._ask('delete', key, 'rm_file', self._path(key))
         folders = {str(folder) for key in keys for folder in PurePosixPath(key).parents} - {'.'}
         for folder in sorted(folders, reverse=True) if self._has_folders else ():
-            with contextlib.suppress(Exception):  # something else is in it; an empty folder harms nobody
+            with contextlib.suppress(Exception):  # of any type, from the library: the folder is not empty
                 self._fs.rmdir(self._path(folder))
 
     def require_writable(self) -> None:
@@ -176,7 +176,7 @@ class Store:
         while True:
             try:
                 return self._call(method, *args, secs=secs or self.answer_secs, **how)
-            except Exception as error:
+            except Exception as error:  # of any type: each store's library raises its own
                 if isinstance(error, FileNotFoundError) and what in ('read', 'delete'):
                     return None
                 reason = without_secrets(f'{type(error).__name__}: {error}')

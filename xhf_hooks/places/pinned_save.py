@@ -1,4 +1,4 @@
-"""A save that its readers keep: uploads, and commands of ``on_saved``. Runs on: rank 0."""
+"""A pinned save: its files under another name, for uploads and commands of ``on_saved``. Runs on: rank 0."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class PinnedSave:
     links: dict[Path, os.stat_result] = field(default_factory=dict, repr=False)
 
     def unpin(self) -> None:
-        """Delete the folder. What others put into it, or changed, gets another name. Call it from any thread.
+        """Delete the folder. Foreign files in it, or changed ones, get another name. Call it from any thread.
 
         Does nothing the second time. The disk space is freed when the save itself is deleted, too.
         """
         self.siblings.delete_pinned(self.path, self.manifest)
 
     def changed(self) -> list[Path]:
-        """The hard links through which somebody has changed the save itself.
+        """The hard links through which a reader has changed the save itself.
 
-        One of another size has changed. One of another time is read, since a network file system may tell old times.
+        A file of another size has changed. A file of another time is read, since a network file system may report old
+        times.
         """
         changed = []
         for path, before in self.links.items():
@@ -59,28 +60,28 @@ class PinnedSave:
 
 
 def pin_save(folder: Path, siblings: SiblingFolders) -> PinnedSave:
-    """Keep the files that the manifest of a committed save lists. No save may be committed meanwhile.
+    """Pin the files that the manifest of a committed save lists. No save may be committed meanwhile.
 
     Raises:
-        TargetError: The folder is not a committed save, or its files cannot be kept.
+        TargetError: The folder is not a committed save, or its files cannot be pinned.
     """
-    commit = read_manifest_or_none(folder)
-    if commit is None:
+    manifest = read_manifest_or_none(folder)
+    if manifest is None:
         raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
-    kept = PinnedSave(new_name(folder, 'kept'), commit, siblings)
+    pinned = PinnedSave(new_name(folder, 'kept'), manifest, siblings)
     try:
-        for name in (*commit.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
-            source, to = folder / name, kept.path / name
+        for name in (*manifest.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
+            source, to = folder / name, pinned.path / name
             to.parent.mkdir(parents=True, exist_ok=True)
             if name.endswith('.safetensors'):
                 if clone(source, to):
                     continue
                 with contextlib.suppress(OSError):
                     os.link(source, to)
-                    kept.links[to] = os.lstat(to)
+                    pinned.links[to] = os.lstat(to)
                     continue
             shutil.copy(source, to)
     except OSError as error:
-        shutil.rmtree(kept.path, ignore_errors=True)
+        shutil.rmtree(pinned.path, ignore_errors=True)
         raise TargetError(f'{folder}: cannot be kept for readers: {error}') from error
-    return kept
+    return pinned

@@ -1,4 +1,4 @@
-"""The folders beside that of the newest save: older saves, and temporary ones. Runs on: rank 0.
+"""The sibling folders of the newest save: older saves, and temporary folders. Runs on: rank 0.
 
 A save is known as ours by the manifest in it, and a temporary folder by the random digits of :func:`.new_name`; any
 other name proves nothing. Of a save, only the files that its manifest lists are deleted, if they are still the same.
@@ -26,30 +26,31 @@ from xhf_hooks.planning.types import Step
 
 
 class SiblingFolders:
-    """What lies beside the folder of the newest save, and how it is deleted.
+    """The folders next to that of the newest save, and how they are deleted.
 
     Args:
         newest: The folder of the newest save.
-        warn: Called with what could not be cleaned up, and with what was found that is not ours. From any thread.
+        warn: Called from any thread with a line about a folder that could not be cleaned up, or about foreign files.
 
     Attributes:
-        deletion: Of the saves that a commit has made superfluous. Wait for it before the next save, and at each end.
+        deletion: Deletes the saves that a commit has made superfluous. Wait for it before the next save, and at each
+            end of a run.
     """
 
     def __init__(self, newest: Path, warn: Callable[[str], object]) -> None:
         self._newest, self._warn = newest, warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._guarded: set[Path] = set()
         self.deletion = BackgroundDeletion()
 
     @contextlib.contextmanager
     def going_on(self, what: str) -> Iterator[None]:
-        """Clean up in this block: a failure is a warning, given once; the next save or run tries again."""
+        """A block that cleans up. Its failure is a warning, logged once; the next save or run tries again."""
         try:
             yield
         except (OSError, XhfError) as error:
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._warned:
+                self._warned.add(what)
                 self._warn(f'{what}: {error}')
 
     def guard(self, bases: Iterable[str | Path]) -> None:
@@ -84,12 +85,12 @@ class SiblingFolders:
         return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
 
     def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
-        """Older saves of these steps, from the last commit to the first; what is not ours is left out.
+        """Older saves of these steps, from the last commit to the first.
 
-        Ours were once the newest save here, as their manifests say. A save that ``save_hf`` made as
-        ``hf_model_iter_2`` has such a name by the user's choice, and is not one.
+        Only folders that were once the newest save here, as their manifests say. A save that ``save_hf`` made as
+        ``hf_model_iter_2`` has such a name by the user's choice, and is left out.
 
-        Not by iteration: a resumed run commits some iterations again.
+        In the order of commits, not of iterations: a resumed run commits some iterations again.
         """
         name = re.escape(self._newest.name)
         found = {}
@@ -104,7 +105,7 @@ class SiblingFolders:
         return dict(by_commit)
 
     def add_older(self, folder: Path, saved: Manifest) -> None:
-        """Give a complete save the name of an older one. Whatever has that name keeps it."""
+        """Give a complete save the name of an older one, with a number at its end if that name is taken."""
         wanted = self._newest.with_name(f'{self._newest.name}_{saved.step.label}')
         path = unused(wanted)
         os.rename(folder, path)
@@ -155,7 +156,7 @@ class SiblingFolders:
             self.deletion.start(partial(delete, discarded))
 
     def remove(self, path: Path) -> None:
-        """Delete a temporary file or folder of ours.
+        """Delete a temporary file or folder of this package.
 
         Raises:
             OSError, DamagedError, TargetError: It cannot be deleted, or must not be.
@@ -168,31 +169,31 @@ class SiblingFolders:
         else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
 
-    def delete_pinned(self, kept: Path, saved: Manifest) -> None:
-        """Delete a folder of files that were kept for readers. Runs on: any thread."""
-        with self.going_on(f'{kept}, which is no longer read, could not be deleted'):
-            self._delete(kept, saved)
+    def delete_pinned(self, pinned: Path, saved: Manifest) -> None:
+        """Delete the folder of a pinned save. Runs on: any thread."""
+        with self.going_on(f'{pinned}, which is no longer read, could not be deleted'):
+            self._delete(pinned, saved)
 
     def _delete(self, folder: Path, saved: Manifest | None) -> None:
-        """Delete the files of a save. If there are others, the folder stays with these, under another name."""
+        """Delete the files of a save. If there are foreign or changed files, the folder stays with these, renamed."""
         files = files_in(folder)
         files.pop(MANIFEST_NAME, None)
         saved_files = {} if saved is None else saved.files
-        others = {name for name, path in files.items() if not _is_saved(path, saved_files.get(name))}
-        if not others:
+        foreign = {name for name, path in files.items() if not _is_saved(path, saved_files.get(name))}
+        if not foreign:
             remove_tree(folder)
             return
-        for name in files.keys() - others:
+        for name in files.keys() - foreign:
             files[name].unlink()
         for inner in sorted({inner for name in saved_files for inner in Path(name).parents}, reverse=True):
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError):  # foreign files are in it
                 (folder / inner).rmdir()
         apart = f'{self._newest.name}_others' if saved is None else f'{self._newest.name}_others_{saved.step.label}'
         path = unused(self._newest.with_name(apart))
         os.rename(folder, path)
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
         what = self._newest if saved is None else f'the save of {saved.step.label}'
-        self._warn(f'{some(sorted(others))} in {what} did not come from this package, or was changed; now in {path}')
+        self._warn(f'{some(sorted(foreign))} in {what} did not come from this package, or was changed; now in {path}')
 
 
 def _is_saved(path: Path, saved: FileRecord | None) -> bool:

@@ -50,8 +50,8 @@ def make_plan(
             the file sets hold different models.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
-        share_replicas: If every rank holds the whole tensor, each sends its share. Otherwise the owner reads its own
-            copy and nothing is sent.
+        share_replicas: If every rank holds the whole tensor, each rank sends its share to the owner. Otherwise the
+            owner reads its own replica, and nothing is sent.
         round_nbytes: Most bytes that an owner receives in one round.
 
     Raises:

@@ -65,8 +65,8 @@ class Spread:
         return range(self.skipped // each, -(-(self.skipped + self.numel) // each))
 
     @property
-    def copied(self) -> tuple[tuple[int, int], ...]:
-        """Stride and size of the axes along which ranks hold copies."""
+    def replicated(self) -> tuple[tuple[int, int], ...]:
+        """Stride and size of the axes along which ranks hold replicas."""
         return tuple((axis.stride, axis.size) for axis in self.axes if axis.holds_replicas)
 
     @property
@@ -76,7 +76,7 @@ class Spread:
 
     def first_holder(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
-        return rank - sum(rank // stride % size * stride for stride, size in self.copied)
+        return rank - sum(rank // stride % size * stride for stride, size in self.replicated)
 
     def within(self, part: range) -> Spread:
         """The spread of a range of the elements, counted from the start of the range."""

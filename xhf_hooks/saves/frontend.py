@@ -1,4 +1,4 @@
-"""What the frontends that a trainer calls have in common."""
+"""The base class of the frontends that a trainer calls: MMEngine's hook and Trainer's callback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ class RunFrontend:
 
     @property
     def saves(self) -> CheckpointManager:
-        """The saves of the run that goes on."""
+        """The saves of the current run.
+
+        Raises:
+            RuntimeError: Training has not begun.
+        """
         if self._saves is None:
             raise RuntimeError('training has not begun')
         return self._saves
 
     def close(self) -> None:
-        """After interrupted training (Ctrl-C in a notebook): wait for a save in flight and release the folder.
+        """After interrupted training (Ctrl-C in a notebook): wait for a save in flight and unlock the folder.
 
         The next training in this process calls it. Runs on: any rank.
         """

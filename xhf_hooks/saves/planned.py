@@ -31,7 +31,7 @@ class Planned:
     """The plan of a model's saves, and what it was made from.
 
     Attributes:
-        specs: The model's tensors. A save whose tensors are others plans again.
+        specs: The model's tensors. A save plans again if the model has other tensors by then.
         expected_extra_nbytes: Estimated memory of a save on the busiest rank.
     """
 
@@ -41,8 +41,8 @@ class Planned:
     expected_extra_nbytes: int
 
 
-def write_buffer_nbytes(options: SaveOptions) -> int:
-    """How much is gathered while as much is written."""
+def half_bucket_nbytes(options: SaveOptions) -> int:
+    """Half of ``bucket_size``: one half is gathered while the other half waits for the disk."""
     return max(1, parse_size(options.bucket_size) // 2)
 
 
@@ -65,7 +65,7 @@ def plan_saves(
         AgreedError: The model cannot be exported; the message has the reason.
         RanksDifferError: Ranks hold different models.
     """
-    half_nbytes = write_buffer_nbytes(options)
+    half_nbytes = half_bucket_nbytes(options)
     with collective.stage('plan'):
         exporter = exporter_for(
             unwrapped.model,
@@ -84,7 +84,7 @@ def plan_saves(
     with collective.stage('plan'):
         if any(spec.from_master for spec in read):
             refuse_unreadable_fp32_masters(unwrapped.engine)
-            source.require_own_masters(read)
+            source.require_masters_match_weights(read)
         widened = _widened(read, entries, options.dtype)
         if widened:
             refuse_unnamed_fp32_masters(unwrapped.engine)
@@ -104,8 +104,8 @@ def plan_saves(
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
     collective.require_same('the save plan', plan.digest, lambda: describe_plan(plan))
-    with collective.stage('rehearsal'):  # before the first step, and in the thread that trains
-        notes = exporter.rehearse(plan.placements) if collective.rank == 0 else []
+    with collective.stage('check loading'):  # before the first step, and in the thread that trains
+        notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
         for note in notes:
             log.info(note)
         if widened:

@@ -1,4 +1,4 @@
-"""What is claimed, checked and told before training, so that saves will work."""
+"""What is prepared, checked and logged before training, so that saves will work."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def preflight(
     sweep: Path | None,
     may_replace: bool,
 ) -> None:
-    """Claim the places of saves and rehearse one. Runs on: all ranks.
+    """Prepare the targets of saves and the tokenizer, and write the HF assets on trial. Runs on: all ranks.
 
     Args:
-        targets: That of the newest save first.
+        targets: Where saves go; the first is the target of the newest save.
         bases: Folders or hub names of the models that training starts from.
-        may_replace: Whether saves may replace those that are there before them.
+        may_replace: Whether saves may replace saves that were there before training.
 
     Raises:
         AgreedError: Saves will not work.

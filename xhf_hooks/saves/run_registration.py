@@ -1,35 +1,35 @@
-"""The runs of this process that have not been closed. The locks of their folders belong to the process."""
+"""The runs of this process that are not closed yet, so that a new run closes those that were interrupted."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import ClassVar
 
 from xhf_hooks.errors import TargetError
 
 
 class RunRegistration:
-    """One run, from :meth:`register` until it is closed or forgotten. Used by: the thread that trains.
+    """One run, from :meth:`register` until it is closed or garbage. Used by: the thread that trains.
 
     Hooks and callbacks are not notified when an exception or Ctrl-C interrupts training. So the next run in the same
-    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes an earlier one, unless a callback of the earlier
-    one has begun the next: then the earlier one goes on.
+    thread (a notebook, a sweep, Trainer's auto_find_batch_size) closes the interrupted one. A run whose callback starts
+    the next run (it trains a probe, for example) is not interrupted: it stays open.
 
     Args:
-        run: Identifies it, such as MMEngine's runner. Only another run can close this one.
-        places: The folders and URLs of its saves: no two runs have one in common.
-        close: Called to close it, when another run begins.
+        run: Identifies the run, such as MMEngine's runner. Only another run can close this one.
+        places: The folders and URLs of the run's saves: no two runs have one in common.
+        close: Closes the run; called when another run begins.
 
     Attributes:
         is_closed: Whether :meth:`unregister` was called.
     """
 
+    #: Of the process, since the locks of folders belong to it and frontends know nothing of each other.
     _open: ClassVar[weakref.WeakSet[RunRegistration]] = weakref.WeakSet()
 
     def __init__(self, run: object | None, places: set[str], close: Callable[[], None]) -> None:
@@ -46,10 +46,10 @@ class RunRegistration:
         return self._process == os.getpid()
 
     def close_earlier(self, log: logging.LoggerAdapter) -> None:
-        """Close earlier runs that are over. A thread trains one run at a time, but for runs within another.
+        """Close earlier runs that were interrupted. A thread trains one run at a time, except for nested runs.
 
         Raises:
-            TargetError: A run that may still be going on has one of our places.
+            TargetError: A run that may still be going on has one of the places of this run.
         """
         for other in [*RunRegistration._open]:
             if not other.is_of_this_process:
@@ -57,7 +57,7 @@ class RunRegistration:
             both = self._places & other._places
             is_another = self._run is not None and other._run is not None and other._run() is not self._run()
             is_over = bool(both) or other._thread is self._thread or not other._thread.is_alive()
-            if is_another and is_over and not other._is_calling:
+            if is_another and is_over and not other._has_called_this_code:
                 log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
                 other._close()
             elif both and self._run is not None and other._run is not None and not is_another:
@@ -72,32 +72,30 @@ class RunRegistration:
                 )
 
     @property
-    def _is_calling(self) -> bool:
-        """Whether this run has called the code that runs now, as one whose callback trains a probe.
+    def _has_called_this_code(self) -> bool:
+        """Whether the next run is nested in this one: a callback of this run has begun it.
 
-        No trainer tells whether its training goes on or was interrupted. If it goes on, a method of the runner
-        (MMEngine), or of the trainer that has this state (Trainer), is on the stack.
+        The stack is the only place that knows: no trainer records whether its training goes on or was interrupted, and
+        the callback that begins the next run is the user's, so ours are not called around it. If training goes on, a
+        method of the runner (MMEngine), or of the trainer that has this state (Trainer), is on the stack.
         """
         run = None if self._run is None else self._run()
-        frame: FrameType | None = sys._getframe()
-        while run is not None and frame is not None:
-            owner = frame.f_locals.get('self')
-            if owner is run or getattr(owner, '__dict__', {}).get('state') is run:
-                return True
-            frame = frame.f_back
-        return False
+        if run is None:
+            return False
+        owners = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(None))
+        return any(owner is run or getattr(owner, '__dict__', {}).get('state') is run for owner in owners)
 
     def register(self) -> None:
-        """From now on, later runs may close it."""
+        """From now on, later runs may close this one."""
         RunRegistration._open.add(self)
 
     def unregister(self) -> None:
-        """It is closed."""
+        """Note that the run is closed."""
         self.is_closed = True
         RunRegistration._open.discard(self)
 
     def closed_error(self) -> TargetError:
-        """Says that its folders are no longer its own, but perhaps those of the next run in them."""
+        """The error of a save after the run was closed: its folders may belong to the next run by now."""
         return TargetError(
             f'{min(self._places)}: this run was closed, by close() or because another run in this process started '
             f'saving there, so it can save no more; set out_dir of one of them to a folder of another name'

@@ -3,14 +3,14 @@
 Source.specs()      the tensors of the model          names and full shapes, no data
 Exporter.entries()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
-require_equal()     checksums of copies               compared across ranks: one model, not several
+require_equal()     checksums of replicas             compared across ranks: one model, not several
 live_chunks()       ranks write their own slices      with writer='positional', where possible
                     or send them to the owner         with 'stream' and 'parallel', where possible
                     the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
 Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 
-A save in the background first copies what it writes (Snapshot); from then on it goes on beside training.
+A save in the background first copies what it writes (Snapshot); from then on training goes on, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.planned import Planned, plan_saves, write_buffer_nbytes
+from xhf_hooks.saves.planned import Planned, half_bucket_nbytes, plan_saves
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
@@ -51,19 +51,19 @@ class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, every method.
 
     Args:
-        log: Gets what is trained and not saved, and the progress of long saves.
-        strategy: Who writes what, as chosen for the option ``writer`` (places/access.py).
+        log: Gets warnings of what is trained and not saved, and the progress of long saves.
+        strategy: Which rank writes which bytes, as chosen for the option ``writer`` (places/access.py).
         in_background: Whether :meth:`start` will be used.
-        stays_cached: Leave the files in the page cache, for somebody who reads them at once.
-        after_commit: Called on all ranks after each commit, in the thread that saves. Begins with an agreement if it
-            communicates.
+        stays_cached: Leave the files in the page cache, for a program that reads them at once.
+        after_commit: Called on all ranks after each commit, in the thread that saves. If it communicates, it starts
+            with a vote.
 
     Attributes:
-        source: Renewed at each save.
-        planned: Renewed when the model's tensors change.
+        source: Gives the model's tensors; made again at each save.
+        planned: The plan and what it was made from; made again when the model's tensors or config change.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
-        background: Makes what :meth:`start` begins; None if it will not be used.
+        background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -93,13 +93,13 @@ class Saver:
         self.eos_token_ids: Sequence[int] = ()
         self._memory = SnapshotMemory()
         with collective.stage('plan'):
-            nbytes = write_buffer_nbytes(options)
-            self.writer = Writer(nbytes, in_background=in_background, stays_cached=stays_cached)
+            pending_nbytes = half_bucket_nbytes(options)
+            self.writer = Writer(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             weakref.finalize(self, self.writer.close).atexit = False
             self.background = SavesInBackground() if in_background else None
             self.source = source_for(unwrapped.root)
             self.planned = self._plan()
-        # A separate group: training and the first stages of the next save use the other one meanwhile
+        # A separate group: meanwhile training and the first stages of the next save use the other one
         self._background_collective = Collective() if in_background else None
 
     @property
@@ -119,7 +119,7 @@ class Saver:
         }
 
     def write_assets_on_trial(self, target: CheckpointFolder) -> list[str]:
-        """Write the HF assets where saves will go, and remove them; returns warnings for the log. Runs on: rank 0."""
+        """Write the HF assets to the target and remove them again; returns warnings for the log. Runs on: rank 0."""
         try:
             with naming(target.path):
                 return self.write_hf_assets(target.open_staging())
@@ -146,7 +146,8 @@ class Saver:
 
         Args:
             manifest_fields: Fields of the manifest for this save only.
-            call_began: As for :class:`.SaveClock`.
+            call_began: ``time.perf_counter()`` when the user's call began that makes this save alone, so that its
+                preflight counts as cost; None: the save begins now.
 
         Raises:
             SharedError: A rank failed, in the stage that an AgreedError names, or ranks hold different models; the
@@ -165,15 +166,16 @@ class Saver:
             None
         ),
     ) -> Future[CommittedCheckpoint]:
-        """Copy what is to be saved, and write and commit it in the background. Training must pause only meanwhile.
+        """Copy the weights to save; then write and commit them in the background. Training pauses only for the copy.
 
         The previous save must have ended.
 
         Args:
-            report_outcome: Called in the background thread with what was committed, or the error.
+            manifest_fields: Fields of the manifest for this save only.
+            report_outcome: Called in the background thread with the committed save, or with the error.
 
         Returns:
-            Its outcome, the same on every rank. It is done once it was told.
+            A future of the save's outcome, the same on every rank. It resolves after ``report_outcome`` has returned.
 
         Raises:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
@@ -188,7 +190,9 @@ class Saver:
         return in_flight.outcome
 
     def ensure_connected(self) -> bool:
-        """Connect again for background saves if connections have broken; returns whether they had. Runs on: all ranks.
+        """Reconnect the ranks for background saves if a connection has broken; returns whether it had.
+
+        Runs on: all ranks. No save may be in flight.
 
         Raises:
             RankLostError: Ranks could not connect.
@@ -197,7 +201,7 @@ class Saver:
         return self._background_collective is not None and self._background_collective.ensure_connected()
 
     def checksum_weights(self) -> int:
-        """A checksum of what this rank holds of the model now."""
+        """A checksum of the part of the model that this rank holds, as it is now."""
         source = source_for(self._unwrapped.root)
         return checksum_held(source, source.specs(), self.collective)
 
@@ -213,7 +217,7 @@ class Saver:
     def _begin(
         self, target: CheckpointFolder, step: Step, manifest_fields: Mapping[str, Any], call_began: float | None = None
     ) -> Save:
-        """Start the clock, plan again where tensors or the config are others now, and compare copies."""
+        """Start the clock, plan again if tensors or the config have changed, and compare replicas."""
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock(call_began)
         self.source = source_for(self._unwrapped.root)
@@ -233,6 +237,8 @@ class Saver:
             self.strategy,
             self.collective,
             self.log,
+            # Sent in shares, each rank's copy (for which training waits) is smaller; else one rank's own replica is
+            # cheaper to read than shares are to send
             share_replicas=self.in_background,
         )
 
@@ -242,6 +248,8 @@ class Save:
 
     Args:
         saver: Has the plan, the source, the exporter and the writer.
+        target: Where the save goes.
+        manifest_fields: Fields of the manifest for this save only.
         clock: Runs since the save was due.
 
     Attributes:
@@ -263,22 +271,22 @@ class Save:
         self._peak_nbytes = 0
 
     def compare(self) -> None:
-        """Compare what several ranks hold of what is saved, but for fp32 masters.
+        """Check that fp32 masters round to their weights, then compare replicas (not of the masters) across ranks.
 
         Raises:
             SharedError: A rank failed, or ranks hold different models.
         """
         saver = self._saver
         with self._stage('compare'):
-            saver.source.require_own_masters(saver.plan.reads)
+            saver.source.require_masters_match_weights(saver.plan.reads)
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
             require_equal(saver.source, specs, self._collective)
 
     def copy(self, memory: SnapshotMemory, background_collective: Collective) -> None:
-        """Copy what is to be saved, since training will change it.
+        """Copy the weights to save, since training will change them.
 
         Args:
-            background_collective: For the thread that goes on with this save.
+            background_collective: Used from now on, by the background thread that goes on with this save.
 
         Raises:
             AgreedError: A rank failed.
@@ -288,13 +296,14 @@ class Save:
                 background_collective
             )
             self._clock.meter.sample()
-        self._clock.begin('staging')  # for which the other thread may have to wait
+        # The background thread begins with 'staging'. Until it runs, its wait counts as time of that stage
+        self._clock.begin('staging')
         self._collective = background_collective
         self.in_background = True
         self._clock.training_goes_on()
 
     def write_and_commit(self) -> CommittedCheckpoint:
-        """All that comes after the copy.
+        """Write, commit, and start uploads and ``on_saved``: all that comes after the copy.
 
         Raises:
             SharedError: A rank failed. The previous checkpoint is untouched.
@@ -308,20 +317,20 @@ class Save:
                 committed = self._commit(tally)
             finally:
                 for clean_up in (self._saver.writer.abort, self._target.abort):
-                    with contextlib.suppress(Exception):  # what is left is removed before the next save
+                    with contextlib.suppress(Exception):  # of any type: the next save removes what is left
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
                 committed = replace(committed, cost=self._cost())
                 self._saver.after_commit(self._target, self._step, self._collective)
         except SharedError as error:
-            told = f'{self._step.label} is saved, but its upload and on_saved were not begun: {error}'
-            return replace(committed, warnings=(*committed.warnings, told))
+            warning = f'{self._step.label} is saved, but its upload and on_saved were not begun: {error}'
+            return replace(committed, warnings=(*committed.warnings, warning))
         return committed
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """A block whose errors all ranks agree on. It and what follows count as time of this stage."""
+        """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage."""
         self._clock.begin(name)
         with self._collective.stage(name):
             yield
@@ -331,14 +340,14 @@ class Save:
         saver, target = self._saver, self._target
         with naming(target.path):
             staging = target.open_staging()
-            target.require_room(saver.plan.nbytes)
+            target.require_disk_space(saver.plan.nbytes)
             self._warnings += saver.write_hf_assets(staging)
             return staging.name, saver.writer.create(saver.plan, staging)
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
-        """Write this rank's part; returns what it was."""
+        """Write this rank's part; returns the tally of that part."""
         saver, collective = self._saver, self._collective
-        with self._stage('write'):
+        with self._stage('write'):  # ends with a vote: no rank gathers for one that cannot write
             folder = self._target.path.with_name(staging)  # hosts may mount the file system elsewhere
             saver.writer.open(saver.plan, folder, files)
             n_writers = collective.world_size if saver.strategy.all_ranks_write else 1
@@ -346,15 +355,15 @@ class Save:
         with self._stage('write'), closing(self._chunks) as chunks:
             for chunk in chunks:
                 with collective.remembering('write'):
-                    self._clock.meter.sample()  # what was read, what was made from it, and what waits for the disk
-                    if not collective.is_failing:  # else the others keep gathering, and need this rank
+                    self._clock.meter.sample()  # peak: source tensor + converted chunk + chunks queued for the disk
+                    if not collective.is_failing:  # else only take part, since other ranks keep gathering
                         progress.wrote(chunk.data.nbytes)
                         saver.writer.write(chunk)
                 del chunk  # the next one is made while this one waits for the disk
             return Tally(saver.plan.placements) if collective.is_failing else saver.writer.finish()
 
     def _add_up(self, tally: Tally) -> None:
-        """Make it what all ranks have written."""
+        """Reduce the tally over all ranks, in place."""
         with self._stage('tally'):
             peak_nbytes = np.array([self._clock.meter.peak_extra_nbytes])
         tally.sums = self._collective.all_reduce(tally.sums, 'SUM')
@@ -362,16 +371,16 @@ class Save:
         self._peak_nbytes = int(self._collective.all_reduce(peak_nbytes, 'MAX')[0])
 
     def _commit(self, tally: Tally) -> CommittedCheckpoint:
-        """Commit on rank 0, once no rank can fail any more."""
+        """Commit on rank 0, once no other rank can fail."""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
-        with self._stage('commit'):
+        with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
         with self._stage('commit'), naming(target.path):
             if is_rank0:
-                # Beside training, bytes are read back in this thread: none can be started while the process exits
+                # In the background, this thread reads bytes back: none can be started while the process exits
                 path = target.commit(written, saver.options.verify, 1 if self.in_background else None)
                 committed = replace(committed, path=path)
         return committed

@@ -49,12 +49,13 @@ class Source:
 
     The contract. A source is made for each save, on all ranks, and never changes the model. In this order:
 
-    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_own_masters`. They give the same
-       on all ranks, or ranks do not hold the same model.
+    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_masters_match_weights`.
+       They give the same on all ranks, or ranks do not hold the same model.
     2. :meth:`replicated` and :meth:`local_elements`, any number of times, for tensors that :meth:`spread` names. They
        do not communicate; ranks may call them at any time and in any order.
-    3. :meth:`require_room`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all others. All
-       ranks call it with the same specs in the same order; a rank that fails in it has taken part first.
+    3. :meth:`require_device_memory`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all
+       other tensors. All ranks call it with the same specs in the same order; a rank that fails in it has taken part
+       first.
 
     Where a spec has ``from_master``, its fp32 master is read.
 
@@ -105,8 +106,8 @@ class Source:
         """
         return None
 
-    def require_own_masters(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuse fp32 masters of other parameters, by a sample: rounded, a master is the 16-bit weight.
+    def require_masters_match_weights(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse fp32 masters that do not round to their 16-bit weights: those of other parameters. Compares samples.
 
         Called on all ranks when a save is planned and at each save; a rank looks at what it holds. Reads little data.
 
@@ -195,15 +196,15 @@ class Source:
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
         """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
         spreads = ((spec, self._once_spread_of(self._tensors[spec.name])) for spec in specs)
-        return {spec: spread for spec, spread in spreads if spread is not None and spread.copied}
+        return {spec: spread for spec, spread in spreads if spread is not None and spread.replicated}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Make the model readable, and restore its state afterwards. Runs on: all ranks."""
         yield
 
-    def require_room(self, nbytes: int) -> None:
-        """Allocate memory for a bucket and free it, for torch to keep: a rank without it leaves others in a gather.
+    def require_device_memory(self, nbytes: int) -> None:
+        """Allocate memory for a bucket and free it, for torch to keep: a rank without it would fail in the gather.
 
         Raises:
             RuntimeError: A device of sliced parameters is out of memory.

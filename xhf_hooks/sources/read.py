@@ -124,7 +124,7 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
     with collective.stage('gather'):
         meter = MemoryMeter()
         if collective.world_size > 1:
-            source.require_room(plan.largest_bucket_nbytes)
+            source.require_device_memory(plan.largest_bucket_nbytes)
         reads = [_reads_of(bucket.groups) for bucket in plan.buckets]
         to_make = [[group for group in bucket.groups if collective.rank in group.owners] for bucket in plan.buckets]
         wanted = [{spec.name for spec in _reads_of(groups)} for groups in to_make]

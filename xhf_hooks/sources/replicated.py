@@ -1,6 +1,6 @@
-"""Compares the tensors, or parts of them, of which several ranks have a copy: those of DDP, ZeRO-0 to 2 and HSDP.
+"""Compares replicas: tensors, or parts of them, that several ranks hold (DDP, ZeRO-0 to 2, HSDP).
 
-DDP, DeepSpeed and FSDP keep such copies equal. Without them, as in plain processes or between two syncs of LocalSGD,
+DDP, DeepSpeed and FSDP keep replicas equal. Without them, as in plain processes or between two syncs of LocalSGD,
 each rank trains a model of its own, and a folder made of parts of several models would be none of them. So before a
 save each rank takes a checksum of each tensor where the tensor lives, at about the speed of its memory, and ranks
 compare a digest of them.
@@ -24,7 +24,7 @@ _PIECE_NBYTES = 8 * 2**20
 
 
 def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> None:
-    """Compare what several ranks hold of these tensors. Runs on: all ranks.
+    """Compare the replicas of these tensors. Runs on: all ranks.
 
     Raises:
         RanksDifferError: A tensor differs.
@@ -32,12 +32,12 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
     """
     with collective.stage('compare'):
         spreads = source.replicated(specs)
-        of_mesh = {spread.copied: spread for spread in spreads.values()}
+        of_mesh = {spread.replicated: spread for spread in spreads.values()}
         ranks = range(collective.world_size)
         firsts = {mesh: [spread.first_holder(rank) for rank in ranks] for mesh, spread in of_mesh.items()}
-        are_of_mesh = [np.array([spread.copied == mesh for spread in spreads.values()]) for mesh in firsts]
+        are_of_mesh = [np.array([spread.replicated == mesh for spread in spreads.values()]) for mesh in firsts]
         checksums = _checksums_of(list(spreads), source)
-        # A row for each way in which copies are spread, a column for each rank; zero but for this rank's
+        # A row for each way in which replicas are spread, a column for each rank; zero but for this rank's
         digests = np.zeros((len(firsts), collective.world_size), np.int64)
         for row, is_of_mesh in zip(digests, are_of_mesh, strict=True):
             row[collective.rank] = crc32(checksums[is_of_mesh].tobytes())
@@ -49,7 +49,7 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
     if (digests == expected).all():
         return
     with collective.stage('compare'):
-        # Of each way, the checksums of the first rank whose copy differs, and of the rank with which it is compared:
+        # Of each way, the checksums of the first rank whose replica differs, and of the rank with which it is compared:
         # as many numbers as there are tensors, however many ranks there are
         sides = np.zeros((2, len(spreads)), np.int64)
         for is_odd, first, is_of_mesh in zip(digests != expected, firsts.values(), are_of_mesh, strict=True):
@@ -78,7 +78,7 @@ def checksum_held(source: Source, specs: Sequence[TensorSpec], collective: Colle
 
 
 def _describe_difference(differing: Sequence[str], n_tensors: int, odd: Mapping[int, int]) -> str:
-    """The message for copies that differ.
+    """The message for replicas that differ.
 
     Args:
         differing: Names of the tensors that differ on the first of the ranks in ``odd``.

@@ -131,7 +131,7 @@ class Zero3Source(Source):
             tensor = self._tensors[spec.name]
             try:
                 partition = self._partition(spec)
-            except Exception as caught:
+            except Exception as caught:  # of any type: this rank takes part in the gather, and raises afterwards
                 error = caught if error is None else error
                 partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=TORCH_DTYPES[spec.dtype], device='cpu')
             group, numel = _partition_group(tensor), partition.numel()

@@ -1,4 +1,4 @@
-"""Processes that training starts outlive a signal that reaches the whole process group.
+"""Child processes of training survive a signal that is sent to the whole process group.
 
 torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes
 of a step: data loader workers get the signal, too. If they end, training ends with an error before the save that the
@@ -6,14 +6,17 @@ signal requests. So children of multiprocessing block these signals, whatever th
 of them takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody
 else when the parent has ended.
 
-This needs three things of multiprocessing, of which two are private (CPython 3.8 to 3.14):
+This needs four things of multiprocessing (CPython 3.8 to 3.14), of which only the first is documented in its source as
+meant for other modules:
 
 - ``util.register_after_fork``: called in a child that multiprocessing has forked;
 - ``Process._config``: inherited by all descendants, and pickled into those that are not forked from the parent;
 - ``util.spawnv_passfds``: starts such children and the fork server, which then inherit blocked signals. They cannot end
-  before they are able to handle a signal, and the fork server never handles one.
+  before they are able to handle a signal, and the fork server never handles one;
+- ``forkserver._forkserver._forkserver_pid``: the fork server that runs, for a warning; without it there is none.
 
-tests/unit/system/test_child_processes.py fails when one of them goes.
+tests/unit/system/test_child_processes.py names each of them, and fails when one of them goes. No other module of the
+package uses private names of multiprocessing.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from collections.abc import Iterable
 from multiprocessing import forkserver, util
 from typing import Any
 
-#: Seconds between two looks at whether the parent has ended, once a signal has come.
-_LOOK_SECS = 0.5
+#: Seconds between two checks whether the parent has ended, once a signal has come.
+_CHECK_SECS = 0.5
 _KEY = 'xhf_hooks'
 
 
 class SignalProofChildren:
-    """Children that multiprocessing starts from now on outlive signals to the process group, until :meth:`close`.
+    """Children that multiprocessing starts from now on survive signals to the process group, until :meth:`close`.
 
     Programs that such a child starts inherit the blocked signals.
 
@@ -41,32 +44,31 @@ class SignalProofChildren:
         signals: Signals that end a process where nothing handles them.
 
     Attributes:
-        is_server_older: Whether multiprocessing's fork server runs already: it does not outlive the signals, and
-            neither do its children.
+        is_server_older: Whether multiprocessing's fork server was running before: neither it nor its children survive
+            the signals.
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         self._inherited = _Inherited.of_this_process()
         self._inherited.add(self, {*signals})
-        server = getattr(forkserver, '_forkserver', None)
-        is_running = getattr(server, '_forkserver_pid', None) is not None
-        self.is_server_older = is_running and not self._inherited.has_started_server(server)
+        pid = _fork_server_pid()
+        self.is_server_older = pid is not None and not self._inherited.has_started_server(pid)
 
     def close(self) -> None:
-        """Children that are started later end as ever. Those that there are go on as they were started."""
+        """Children that are started later end at a signal again. Existing children stay as they were started."""
         self._inherited.discard(self)
 
 
 class _Inherited:
-    """What this process's children inherit: pickled into children that are not forked, and then :func:`_arrive`.
+    """The signals that this process's children survive. Children that are not forked unpickle it by :func:`_arrive`.
 
     Args:
-        signals: Those that the parent may have started this process with, blocked.
+        signals: Signals that were perhaps blocked when the parent started this process.
     """
 
     def __init__(self, signals: Iterable[int] = ()) -> None:
         self._ever_blocked = {*signals}
-        self._wanted: dict[int, set[signal.Signals]] = {}  # by id of who wants it
+        self._wanted: dict[int, set[signal.Signals]] = {}  # by id of the SignalProofChildren
         self._server_pid: int | None = None
         self._spawn: Any = None
 
@@ -81,7 +83,7 @@ class _Inherited:
 
     @property
     def signals(self) -> set[signal.Signals]:
-        """Those that children outlive now."""
+        """The signals that children survive if they are started now."""
         return {number for signals in self._wanted.values() for number in signals}
 
     def add(self, owner: object, signals: set[signal.Signals]) -> None:
@@ -95,8 +97,8 @@ class _Inherited:
         if is_last and util.spawnv_passfds == self._spawn_blocking:
             util.spawnv_passfds = self._spawn
 
-    def has_started_server(self, server: Any) -> bool:
-        return bool(self._ever_blocked) and getattr(server, '_forkserver_pid', None) == self._server_pid
+    def has_started_server(self, pid: int) -> bool:
+        return bool(self._ever_blocked) and pid == self._server_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (sorted(self.signals), sorted(self._ever_blocked), os.getpid())
@@ -116,13 +118,20 @@ class _Inherited:
         signals, parent = self.signals, multiprocessing.parent_process()
         if signals and parent is not None:
             for number in signals:
-                if callable(signal.getsignal(number)):  # for the parent; its Python code would wait for this thread
+                # A handler of the parent: its Python code would run in the main thread, and wait for that
+                if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
             _outlive(signals, parent.pid or 0)
 
 
+def _fork_server_pid() -> int | None:
+    """The process id of multiprocessing's fork server; None if it does not run, or is unknown."""
+    pid: int | None = getattr(getattr(forkserver, '_forkserver', None), '_forkserver_pid', None)
+    return pid
+
+
 def _arrive(signals: list[int], ever_blocked: list[int], parent: int) -> _Inherited:
-    """Called in a child while it unpickles what it has to do."""
+    """Called in a child while it unpickles its work."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ever_blocked} - {*signals})  # one of the signals may be pending
     if signals:
         _outlive(signals, parent)
@@ -130,7 +139,7 @@ def _arrive(signals: list[int], ever_blocked: list[int], parent: int) -> _Inheri
 
 
 def _outlive(signals: Iterable[int], parent: int) -> None:
-    """Outlive the signals. Runs on: the main thread of a child, before there is another one."""
+    """Survive the signals. Runs on: the main thread of a child, before any other thread is started."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     arguments = ({*signals}, parent, os.getppid())  # os.getppid(): the fork server, of a child of it
     threading.Thread(target=_take_signals, args=arguments, name='xhf-signals', daemon=True).start()
@@ -139,7 +148,7 @@ def _outlive(signals: Iterable[int], parent: int) -> None:
 def _take_signals(signals: set[int], parent: int, ancestor: int) -> None:
     waiting: int | None = None
     while True:
-        found = signal.sigwaitinfo(signals) if waiting is None else signal.sigtimedwait(signals, _LOOK_SECS)
+        found = signal.sigwaitinfo(signals) if waiting is None else signal.sigtimedwait(signals, _CHECK_SECS)
         if found is not None and found.si_pid in (parent, os.getpid()):
             _let_take_effect(found.si_signo)
         elif found is not None and found.si_signo not in (signal.SIGUSR1, signal.SIGUSR2):

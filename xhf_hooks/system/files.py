@@ -78,7 +78,7 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-    except Exception as error:
+    except Exception as error:  # of any type: libraries in Rust raise their own
         found = _RUST_ERROR.search(str(error))
         if found is None:
             raise

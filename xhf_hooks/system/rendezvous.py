@@ -1,7 +1,7 @@
 """How ranks find each other in the store of their process group, before they are connected.
 
-What is there may be of an earlier attempt: torchrun's store outlives a restart, and a file outlives everything. So
-each meeting of ranks has a name that was never used before, and a rank believes only what answers its own word.
+Keys in that store may be of an earlier attempt: torchrun's store outlives a restart, and a file outlives everything. So
+each rendezvous has a name that was never used before, and a rank believes only an answer to its own random word.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from xhf_hooks.errors import RankLostError
 
-#: After so long, a rank says which ranks it waits for.
+#: A rank that has waited this long logs which ranks are missing.
 WARN_AFTER_SECS = 60.0
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
 
@@ -27,10 +27,10 @@ def wait_for_all_ranks(store: Any, rank: int, world_size: int, timeout_secs: flo
         store: A store of torch, of these ranks alone.
 
     Returns:
-        The name of this meeting, the same on all ranks.
+        The name of this rendezvous, the same on all ranks.
 
     Raises:
-        RankLostError: Some have not come in time; the message names them. Or the store has gone.
+        RankLostError: Some ranks have not come in time; the message names them. Or the store is gone.
     """
     word = uuid.uuid4().hex
     try:
@@ -43,7 +43,7 @@ def wait_for_all_ranks(store: Any, rank: int, world_size: int, timeout_secs: flo
 
 
 def warn_of_missing_ranks(rank: int, missing: Collection[int]) -> None:
-    """Say which ranks have not come."""
+    """Log which ranks have not come."""
     logging.getLogger('xhf_hooks').warning(
         f'rank {rank} waits for {_named(missing)}, which did not reach this save so far: all ranks must make each '
         f'save, even those that write nothing'
@@ -51,36 +51,36 @@ def warn_of_missing_ranks(rank: int, missing: Collection[int]) -> None:
 
 
 def _receive_all(store: Any, name: str, world_size: int, timeout_secs: float) -> str:
-    """Tell the name of the meeting to each word, and wait until all ranks have repeated it. Runs on: rank 0."""
-    missing, told = dict.fromkeys(range(1, world_size)), dict.fromkeys(range(1, world_size), b'')
+    """Answer each rank's word with the name of the rendezvous, and wait until all ranks repeat it. Runs on: rank 0."""
+    missing, answered = dict.fromkeys(range(1, world_size)), dict.fromkeys(range(1, world_size), b'')
 
     def are_here() -> bool:
         for rank in [*missing]:
-            if store_has(store, f'here/{rank}') and (word := store.get(f'here/{rank}')) != told[rank]:
-                told[rank] = word  # perhaps of an earlier attempt; then another one will come
+            if store_has(store, f'here/{rank}') and (word := store.get(f'here/{rank}')) != answered[rank]:
+                answered[rank] = word  # perhaps of an earlier attempt; then another one will come
                 store.set(f'answer/{word.decode()}', name)
             if store_has(store, f'{name}/{rank}'):
                 del missing[rank]
         return not missing
 
-    _wait(are_here, 0, missing, timeout_secs, may_tell=lambda: True)
+    _wait(are_here, 0, missing, timeout_secs, may_warn=lambda: True)
     store.set(f'{name}/all', '')
     store.set('last', name)
     return name
 
 
 def _answer(store: Any, rank: int, word: str, timeout_secs: float) -> str:
-    """Wait for the name of the meeting, repeat it, and wait until all have. Runs on: other ranks than rank 0."""
+    """Wait for the name of the rendezvous, repeat it, and wait until all have. Runs on: other ranks than rank 0."""
 
     def is_first() -> bool:
         last = store.get('last').decode() if store_has(store, 'last') else ''
         return bool(store.add(f'missed since {last}', 1) == 1)
 
-    _wait(lambda: store_has(store, f'answer/{word}'), rank, [0], timeout_secs, may_tell=is_first)
+    _wait(lambda: store_has(store, f'answer/{word}'), rank, [0], timeout_secs, may_warn=is_first)
     name: str = store.get(f'answer/{word}').decode()
     store.set(f'{name}/{rank}', '')
     # Rank 0 names those that are missing
-    _wait(lambda: store_has(store, f'{name}/all'), rank, [], timeout_secs, may_tell=lambda: False)
+    _wait(lambda: store_has(store, f'{name}/all'), rank, [], timeout_secs, may_warn=lambda: False)
     return name
 
 
@@ -90,9 +90,9 @@ def _wait(
     missing: Collection[int],
     timeout_secs: float,
     *,
-    may_tell: Callable[[], bool],
+    may_warn: Callable[[], bool],
 ) -> None:
-    began, pause_secs, is_told = time.monotonic(), _LEAST_PAUSE_SECS, False
+    began, pause_secs, has_warned = time.monotonic(), _LEAST_PAUSE_SECS, False
     while not is_over():
         waited_secs = time.monotonic() - began
         if waited_secs > timeout_secs:
@@ -100,9 +100,9 @@ def _wait(
                 f'rank {rank}: {_named(missing)} have not reached this save within {timeout_secs:.0f} s: they died, or '
                 f'did not make it; all ranks must'
             )
-        if waited_secs > WARN_AFTER_SECS and not is_told:
-            is_told = True
-            if may_tell():
+        if waited_secs > WARN_AFTER_SECS and not has_warned:
+            has_warned = True
+            if may_warn():
                 warn_of_missing_ranks(rank, missing)
         time.sleep(pause_secs)
         pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.compat.transformers import converts_weights, tied_while_built
 from xhf_hooks.errors import XhfError
+from xhf_hooks.exporters.loading_check import Problems, load_empty, load_empty_adapter
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.rehearsal import Problems, load_empty, load_empty_adapter
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
@@ -83,7 +83,7 @@ def tied_names_in(folder: Path) -> list[set[str]]:
         with quiet():
             config, kind = _config_and_class(folder, trust_remote_code=False)
             model = build_on_meta(kind, config)
-    except Exception:  # no config.json, or one of a class that is not here
+    except Exception:  # of any type, from custom code; or no config.json, or one of a class that is not here
         return []
     return [set(names) for _, names in names_by_identity(model) if len(names) > 1]
 
@@ -112,12 +112,12 @@ def _load_model(folder: Path, entries: list[ExportEntry], trust_remote_code: boo
         built = build_on_meta(kind, config)
     except ImportError as error:
         raise _CannotTry(f'{kind.__name__} needs a package that is not here ({error_text(error)})') from error
-    except Exception as error:
+    except Exception as error:  # of any type, from custom code
         raise _WouldFail(f'{kind.__name__} cannot be built from config.json ({error_text(error)})') from error
     _require_dtypes(entries)
     try:
         _, problems = load_empty(kind, config, entries)
-    except Exception as error:  # the class may be custom code; transformers may lack accelerate
+    except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         raise _CannotTry(f'{kind.__name__} could not be tried: {error_text(error)}; {_BY_HAND}') from error
     if problems['missing'] and not converts_weights():
         held = {entry.hf_name for entry in entries}

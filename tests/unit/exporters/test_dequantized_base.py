@@ -18,7 +18,7 @@ from tests.helpers.models.adapted import EXPERTS, adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
-from tests.unit.exporters.test_rehearsal import loaded, same_logits
+from tests.unit.exporters.test_loading_check import loaded, same_logits
 
 pytestmark = pytest.mark.modern_only
 

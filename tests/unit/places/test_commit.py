@@ -156,12 +156,12 @@ def test_a_save_is_kept_though_the_manifest_of_the_newest_is_gone(claim, tmp_pat
 
 
 def test_a_disk_that_is_too_small_is_told_with_what_to_change(folder, tmp_path):
-    folder.require_room(1)
+    folder.require_disk_space(1)
     with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
-        folder.require_room(10**18)
+        folder.require_disk_space(10**18)
     assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
     with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
-        CheckpointFolder(folder.path, 3).require_room(10**18)
+        CheckpointFolder(folder.path, 3).require_disk_space(10**18)
 
 
 @pytest.mark.parametrize('has_links', [True, False])

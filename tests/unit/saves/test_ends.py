@@ -205,11 +205,11 @@ def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp
     monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Run().begin(tmp_path / 'hf_model', **more)
-    uploads = next(task for task in saves._background_tasks.all if task.name == 'uploads')
+    uploads = next(task for task in saves._work.tasks.all if task.name == 'uploads')
     uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path, 'run'))
     saves.save(iteration(2))
     for _ in range(2):
-        saves._background_tasks.wait_before_exit()
+        saves._work.tasks.wait_before_exit()
     told = [record.getMessage() for record in caplog.records if 'not finished' in record.getMessage()]
     may_end.set()
     limit = f'not finished within exit_wait_secs={exit_wait_secs:g} s'
@@ -234,7 +234,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     run = Run()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
     ended(run.saves[0])
-    run.saves[0]._background_tasks.wait(float('inf'))
+    run.saves[0]._work.tasks.wait(float('inf'))
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
     del run
     gc.collect()

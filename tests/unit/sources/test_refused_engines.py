@@ -56,10 +56,10 @@ def test_a_master_of_another_parameter_is_refused_whoever_passed_the_model(other
         specs = [spec.of_master() for spec in source.specs() if spec.has_master]
         assert [spec.name for spec in specs] == ['weight', 'bias']
         if is_right:
-            source.require_own_masters(specs)
+            source.require_masters_match_weights(specs)
             continue
         with pytest.raises(ModelError, match=r'^weight: expected an fp32 master that rounds .* \(in 1 of 2 tensors'):
-            source.require_own_masters(specs)
+            source.require_masters_match_weights(specs)
 
 
 def test_masters_in_16_bits_are_none():

@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 from xhf_hooks.errors import RankLostError
 from xhf_hooks.system import rendezvous
-from xhf_hooks.system.rendezvous import meet
+from xhf_hooks.system.rendezvous import wait_for_all_ranks
 
 
 def meet_all(store: dist.Store, world_size: int, late_rank: int) -> list[str]:
-    """The name of the meeting, by rank; one comes late, and none may leave before."""
+    """The name of the rendezvous, by rank; one comes late, and none may leave before."""
     is_here = threading.Event()
 
     def come(rank: int) -> str:
         if rank == late_rank:
             time.sleep(0.3)
             is_here.set()
-        name = meet(store, rank, world_size, 60.0)
+        name = wait_for_all_ranks(store, rank, world_size, 60.0)
         assert is_here.is_set()
         return name
 
@@ -35,7 +35,7 @@ def test_what_is_left_of_earlier_attempts_is_not_believed(late_rank):
     first = meet_all(store, 4, late_rank)
     for rank in (0, 1):  # in the next attempt a rank died before the others came
         with pytest.raises(RankLostError):
-            meet(store, rank, 4, 0.01)
+            wait_for_all_ranks(store, rank, 4, 0.01)
     second, third = meet_all(store, 4, late_rank), meet_all(store, 3, late_rank)  # the last one with fewer ranks
     names = [{*first}, {*second}, {*third}]
     assert [len(found) for found in names] == [1, 1, 1] and len(set.union(*names)) == 3
@@ -50,7 +50,7 @@ def test_the_ranks_that_are_missing_are_named_once(here, missing, caplog, monkey
 
     def come(rank: int) -> None:
         with pytest.raises(RankLostError) as found:
-            meet(store, rank, 4, 1.0)
+            wait_for_all_ranks(store, rank, 4, 1.0)
         errors.append(str(found.value))
 
     with ThreadPoolExecutor(4) as pool:

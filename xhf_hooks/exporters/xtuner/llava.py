@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_dir_of, read_base_file
+from xhf_hooks.base_files import base_of_model, read_base_file
 from xhf_hooks.compat.transformers import accepted_options, dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
@@ -82,7 +82,7 @@ class LlavaExporter(CompositeExporter):
                     if name not in adapted or lora != 'adapter':
                         self.parts[folder] = _whole(model, name, adapted)
                 else:
-                    base = base_dir_of(child) or 'its base model'
+                    base = base_of_model(child) or 'its base model'
                     notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
         if lora != 'merge':
             for name, child in adapted.items():

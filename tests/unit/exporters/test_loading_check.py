@@ -51,7 +51,7 @@ SIZE = fitted(MODELS['llama'][1])['hidden_size']
 def test_a_renamed_key_and_a_wrong_shape(fields, said):
     exporter, placements = planned(build('llama'))
     with pytest.raises(ModelError, match=f'LlamaForCausalLM would not load.*{said}.*docs/extending'):
-        exporter.rehearse(changed(placements, NORM, **fields))
+        exporter.check_loading(changed(placements, NORM, **fields))
 
 
 @pytest.mark.modern_only
@@ -61,42 +61,42 @@ def test_an_unfused_expert_that_is_missing():
         pytest.skip('not in this transformers')
     exporter, placements = planned(build('qwen3_moe'))
     with pytest.raises(ModelError, match='Qwen3MoeForCausalLM would not load'):
-        exporter.rehearse([place for place in placements if 'layers.1.mlp.experts' not in place.hf_name])
+        exporter.check_loading([place for place in placements if 'layers.1.mlp.experts' not in place.hf_name])
 
 
-def rehearsed_as_tied(family: str, is_tied: bool, monkeypatch: Any) -> list[str]:
+def checked_as_tied(family: str, is_tied: bool, monkeypatch: Any) -> list[str]:
     exporter, placements = planned(build(family, models=MODELS))
     config = exporter._config
     config.tie_word_embeddings = is_tied
     monkeypatch.setattr(type(exporter), '_config', config)
-    return exporter.rehearse(placements)
+    return exporter.check_loading(placements)
 
 
 def test_a_tie_that_the_config_does_not_have(monkeypatch):
     with pytest.raises(ModelError, match=r'missing: lm_head\.weight|not tied to what is saved: lm_head\.weight'):
-        rehearsed_as_tied('llama_tied', False, monkeypatch)
+        checked_as_tied('llama_tied', False, monkeypatch)
 
 
 def test_a_tie_of_two_tensors_that_are_stored(monkeypatch):
     """transformers 4 makes one of them. transformers 5 compares their values, and does not."""
     if converts_weights():
-        assert rehearsed_as_tied('llama', True, monkeypatch) == []
+        assert checked_as_tied('llama', True, monkeypatch) == []
         return
     said = 'tied, but trained apart: model.embed_tokens.weight and lm_head.weight.*set tie_word_embeddings to False'
     with pytest.raises(ModelError, match=said):
-        rehearsed_as_tied('llama', True, monkeypatch)
+        checked_as_tied('llama', True, monkeypatch)
 
 
 def test_an_adapter_is_loaded_by_peft():
     exporter, placements = planned(around(llm=adapted('llama', modules_to_save=['lm_head'])))
-    assert exporter.rehearse(placements) == []
+    assert exporter.check_loading(placements) == []
     name = next(place.hf_name for place in placements if 'v_proj.lora_B' in place.hf_name)
     for fields, said in [
         (dict(hf_name=name.replace('lora_B', 'lora_C')), f'missing: {re.escape(name)}.*unexpected'),
         (dict(shape=(9, 3)), r'of other shape: .*v_proj.lora_B.weight \(9, 3\), expected \(10, 3\)'),
     ]:
         with pytest.raises(ModelError, match=f'peft, with this adapter of a LlamaForCausalLM, would not load.*{said}'):
-            exporter.rehearse(changed(placements, name, **fields))
+            exporter.check_loading(changed(placements, name, **fields))
 
 
 def test_before_the_first_step_it_is_an_error_of_all_ranks(monkeypatch, tmp_path):
@@ -105,7 +105,7 @@ def test_before_the_first_step_it_is_an_error_of_all_ranks(monkeypatch, tmp_path
         return [entry for entry in convert_specs(model, specs) if entry.hf_name != NORM]
 
     monkeypatch.setattr('xhf_hooks.exporters.huggingface.convert_specs', forgets_a_tensor)
-    with pytest.raises(AgreedError, match=f"stage 'rehearsal' failed on rank 0: .*1 missing: {NORM}"):
+    with pytest.raises(AgreedError, match=f"stage 'check loading' failed on rank 0: .*1 missing: {NORM}"):
         save_folder(build('llama'), tmp_path / 'hf_model')
     assert not (tmp_path / 'hf_model').exists()
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_tried_is_one_line(monkeypatch):
 
     exporter, placements = planned(CounterModel(CounterConfig()))
     monkeypatch.setattr(CounterModel, 'from_pretrained', refuse)
-    (note,) = exporter.rehearse(placements)
+    (note,) = exporter.check_loading(placements)
     assert 'CounterModel: ImportError: transformers needs accelerate' in note and '\n' not in note
 
 
@@ -133,7 +133,7 @@ def test_training_notices_nothing(loads, monkeypatch):
     if loads is not None:
         monkeypatch.setattr(transformers.LlamaForCausalLM, 'from_pretrained', loads)
     config, state, dtype = model.config.to_dict(), torch.get_rng_state(), torch.get_default_dtype()
-    exporter.rehearse(placements)
+    exporter.check_loading(placements)
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == dtype
     assert model.config.to_dict() == config
     assert {parameter.device.type for parameter in model.parameters()} == {'cpu'}
@@ -263,7 +263,7 @@ def notes_on(kind: type, **fields: Any) -> list[str]:
     config = build('llama').config
     config.update(fields)
     exporter, placements = planned(kind(config))
-    return exporter.rehearse(placements)
+    return exporter.check_loading(placements)
 
 
 def test_a_class_of_ones_own_is_told(monkeypatch):

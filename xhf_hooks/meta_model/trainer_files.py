@@ -17,7 +17,7 @@ ADAPTER_CONFIG = 'adapter_config.json'
 _ADAPTER_WEIGHTS = 'adapter_model.safetensors'
 
 
-def folder_beside(found: FoundCheckpoint, *names: str) -> Path | None:
+def folder_of_trainer_files(found: FoundCheckpoint, *names: str) -> Path | None:
     """The nearest folder of the run that has one of the files."""
     return _first_with(names, found.run_folders)
 
@@ -45,9 +45,9 @@ def _first_with(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
     return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
 
-def adapter_beside(found: FoundCheckpoint) -> dict[str, StoredTensor]:
+def adapter_of_trainer(found: FoundCheckpoint) -> dict[str, StoredTensor]:
     """The tensors of peft's file that Trainer puts beside its checkpoint; none if there is no such file."""
-    folder = folder_beside(found, _ADAPTER_WEIGHTS)
+    folder = folder_of_trainer_files(found, _ADAPTER_WEIGHTS)
     return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / _ADAPTER_WEIGHTS)}
 
 

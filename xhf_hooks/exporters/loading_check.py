@@ -62,15 +62,15 @@ def load_empty(
         write_config(folder, config)
         try:
             read = type(config).from_pretrained(folder)
-        except Exception as error:
-            told = error_text(error, 500)
-            raise ModelError(f'{type(config).__name__} would not load its own config.json: {told}') from error
+        except Exception as error:  # of any type, from custom code
+            reason = error_text(error, 500)
+            raise ModelError(f'{type(config).__name__} would not load its own config.json: {reason}') from error
         restore_inherited_init(kind)
         tensors = _empty(placements)
         load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=tensors, **(arguments or {}))
         try:
             model, problems = load(device_map={'': 'meta'})
-        except Exception:
+        except Exception:  # of any type, from custom code; raised again if the other way fails, too
             held = {place.hf_name for place in placements}
             loaded = loaded_without_device_map(load, held, (partial(torch.device, 'meta'), tensors_of_modules_on_meta))
             if loaded is None:
@@ -93,7 +93,7 @@ def load_and_find_fp32(
     """
     try:
         loaded, _ = load_empty(kind, config, entries, dtype, arguments)
-    except Exception:
+    except Exception:  # of any type, from custom code; raised again if there is no simple rule
         by_name = kept_in_fp32_by_name(kind, [entry.hf_name for entry in entries], dtype)
         if by_name is None:
             raise
@@ -186,7 +186,7 @@ def require_none(
         )
 
 
-def not_rehearsed(kind: type, error: Exception) -> str:
+def loading_not_checked(kind: type, error: Exception) -> str:
     """A line for the log."""
     return f'could not check in advance that saves will load: {kind.__name__}: {error_text(error, 300)}'
 

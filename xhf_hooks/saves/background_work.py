@@ -1,0 +1,127 @@
+"""What works beside training in one run, what requests saves, and how the run may end.
+
+Saves in the background, uploads and commands of ``on_saved`` log their outcomes themselves, with their steps, in their
+own threads; so an end only has to wait for them, for up to ``exit_wait_secs``.
+
+=======================================  =============================================================================
+training ends                            :meth:`.CheckpointManager.finish`: all ranks wait for all background tasks
+then; ``close()`` of hook or callback;   :meth:`.CheckpointManager.close`: this rank waits for saves and uploads, ends
+the next run of this process             commands, unlocks folders and destroys process groups
+the interpreter exits, whatever ended    :meth:`.BackgroundTasks.close`: this rank waits for saves and uploads, ends
+training (Ctrl-C and sys.exit, too)      commands; before other exit handlers (:class:`.ExitWait`)
+SIGTERM, SIGHUP, SIGXCPU                 the same in a thread, while training pauses at the end of its iteration; then
+                                         the process ends; if the user handles the signal,
+                                         :meth:`.BackgroundTasks.wait_before_exit`, then the user's handler
+a signal of ``save_on_signal``           a save; then the process ends as in the row above (after SIGUSR1 and SIGUSR2
+                                         training goes on)
+garbage collection of the run            folders are unlocked, commands end; uploads go on, and exit waits for them
+a forked child ends                      nothing: its parent goes on
+``os._exit``, SIGKILL, other signals     nothing can be logged; what was committed is whole
+=======================================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from logging import LoggerAdapter
+
+from xhf_hooks.background.background_tasks import BackgroundTasks
+from xhf_hooks.background.exit_wait import ExitWait
+from xhf_hooks.background.on_saved import OnSaved
+from xhf_hooks.background.save_in_flight import SavesInBackground
+from xhf_hooks.background.save_on_signal import SaveRequests
+from xhf_hooks.background.upload import Uploads, uploads_of_run
+from xhf_hooks.collective import Collective
+from xhf_hooks.options import CallOptions, RunOptions, require_uploads_apart
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+
+
+class BackgroundWork:
+    """The background tasks of one run, its save requests, and its wait at exit. Runs on: all ranks, every method.
+
+    Attributes:
+        tasks: The save in flight, uploads, and on rank 0 the command of ``on_saved``.
+        uploads: None without ``upload_to``.
+        on_saved: None without ``on_saved``, and on other ranks than rank 0.
+        requests: None if neither a signal nor the clock can request a save.
+    """
+
+    def __init__(self, options: RunOptions | CallOptions, log: LoggerAdapter) -> None:
+        self._options = options
+        self._log = log
+        self.tasks = BackgroundTasks(log, options.exit_wait_secs)
+        self.uploads: Uploads | None = None
+        self.on_saved: OnSaved | None = None
+        self.requests: SaveRequests | None = None
+        self._exit_wait: ExitWait | None = None
+
+    @property
+    def outlasts_saves(self) -> bool:
+        """Whether something may still work on a save after it is committed. The same on all ranks."""
+        return self._options.upload_to is not None or self._options.on_saved is not None
+
+    def start_tasks(
+        self, saves: SavesInBackground | None, targets: Sequence[CheckpointFolder], collective: Collective
+    ) -> None:
+        """Start the threads of the background tasks.
+
+        Args:
+            saves: Makes the saves in the background, if they are made there.
+            targets: The folders of saves; the first is that of the newest save.
+
+        Raises:
+            AgreedError: An upload or a command cannot work.
+        """
+        options = self._options
+        if saves is not None:
+            self.tasks.all.append(saves)
+        if options.upload_to is not None:
+            paths = [target.path for target in targets]
+            with collective.stage('preflight'):
+                require_uploads_apart(options.upload_to, paths[0])
+            self.uploads = uploads_of_run(
+                options.upload_to,
+                options.storage_options,
+                options.upload_keep,
+                paths,
+                collective,
+                self._log,
+                keep_every=options.keep_every,
+            )
+            self.tasks.all.append(self.uploads)
+        with collective.stage('preflight'):
+            if options.on_saved is not None and collective.rank == 0:
+                self.on_saved = OnSaved(options.on_saved, self._log)
+                self.tasks.all.append(self.on_saved)
+
+    def handle_exits_and_signals(self, owner: object, ending: ExitStack) -> None:
+        """From now on, wait for the background tasks before the process ends, and listen to save requests.
+
+        Args:
+            owner: When it is garbage, signals request no saves any more.
+            ending: Undoes this.
+        """
+        if self.tasks.all:
+            self._exit_wait = ExitWait(self.tasks.close, self.tasks.wait_before_exit)
+            ending.callback(self._exit_wait.close)
+        options = self._options
+        if options.save_on_signal or options.interval_minutes is not None:
+            interval_secs = None if options.interval_minutes is None else 60 * options.interval_minutes
+            self.requests = SaveRequests(self._log, options.save_on_signal or (), interval_secs)
+            ending.callback(self.requests.close)
+            weakref.finalize(owner, self.requests.close).atexit = False
+
+    def pause_if_ending(self) -> None:
+        """Go no further in training once a signal has come that ends the process after the background tasks."""
+        if self._exit_wait is not None:
+            self._exit_wait.pause_if_ending()
+
+    def end_process_if_signaled(self) -> None:
+        """Let a signal that requested a save, and ends the process, take effect. Runs on: the main thread."""
+        if self.requests is None or self.requests.ending_signal is None:
+            return
+        if self._exit_wait is not None:
+            self._exit_wait.finish_work_before(self.requests.ending_signal)
+        self.requests.end_process()
