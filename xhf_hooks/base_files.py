@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-#: Files of vocabularies, beside those that a tokenizer's class names. transformers 5 often reads only tokenizer.json.
+#: Files of vocabularies, besides those that a tokenizer's class names. transformers 5 often reads only tokenizer.json.
 VOCABULARY_FILES = (
     'tokenizer.model',
     'vocab.json',

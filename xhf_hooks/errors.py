@@ -68,11 +68,11 @@ class SharedError(XhfError):
 
 
 class RankLostError(SharedError):
-    """A rank did not take part in an agreement: it died, or exceeded the time-out."""
+    """A rank did not take part in a vote: it died, or exceeded the time-out."""
 
 
 class RanksDifferError(SharedError):
-    """Ranks hold different models, or copies of one that are not equal."""
+    """Ranks hold different models, or replicas that are not equal."""
 
 
 class AgreedError(SharedError):

@@ -125,8 +125,8 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),
             mock.patch.object(WriteStrategy, 'reads_slices', are_sent),
-            mock.patch.object(read, 'BUCKETS_PER_AGREEMENT', EVERY),
-            mock.patch.object(send, 'ROUNDS_PER_AGREEMENT', EVERY),
+            mock.patch.object(read, 'BUCKETS_PER_VOTE', EVERY),
+            mock.patch.object(send, 'ROUNDS_PER_VOTE', EVERY),
         ):
             fails.clear()
             found[road] = [save(road)]

@@ -1,1 +1,1 @@
-"""What goes on beside training: saves that a signal requests, and the command after each save."""
+"""Work that runs beside training: background saves, uploads, the command after each save; and saves on request."""

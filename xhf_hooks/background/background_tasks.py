@@ -1,7 +1,7 @@
-"""BackgroundTasks: what goes on beside training, and how all of it is waited for, however the run ends.
+"""Background tasks: work that runs beside training and is awaited when a run ends, however it ends.
 
-A task is told of each committed save, works on it in a thread of its own, and tells the outcome there:
-:class:`.Uploads`, :class:`.OnSaved`. So is the save in flight: the work of :class:`.SavesInBackground` is to save.
+:class:`.Uploads` and :class:`.OnSaved` get each committed save, work on it in a thread of their own, and log the
+outcome there. The save in flight is one, too: the work of :class:`.SavesInBackground` is to save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def poll(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
     return is_over()
 
 
-#: What is to be done with one save; as text, it names the save.
+#: The work on one save; as text, it names the save.
 Job = TypeVar('Job')
 
 
@@ -45,7 +45,7 @@ class BackgroundTask(ABC, Generic[Job]):
 
     Attributes:
         name: For the log.
-        must_finish: Whether it is waited for even when training was interrupted.
+        must_finish: Whether an end waits for it even when training was interrupted.
     """
 
     name: ClassVar[str]
@@ -62,19 +62,19 @@ class BackgroundTask(ABC, Generic[Job]):
 
     @abstractmethod
     def work(self, job: Job) -> None:
-        """What is done with a save, in this thread. Raises nothing."""
+        """Work on a save, in this thread. Raises nothing."""
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Called after each commit, in the thread that saves, before the next save to that target begins.
 
-        Begins with an agreement if it communicates; then all ranks have this task.
+        If it communicates, it starts with a vote, and all ranks have this task.
         """
 
     def add(self, job: Job) -> None:
-        """Have this done after all else.
+        """Add a job after the waiting ones.
 
         Raises:
-            RuntimeError: This is closed: nobody would do it, and whoever waits for it would wait for ever.
+            RuntimeError: The task is closed: nobody would do the job, and a thread that waits for it would hang.
         """
         if self._must_end.is_set():
             raise RuntimeError(f'{self.name}: closed, and takes no more work')
@@ -83,7 +83,7 @@ class BackgroundTask(ABC, Generic[Job]):
 
     def left(self) -> list[str]:
         """The saves on which work is left."""
-        waiting = [*self._waiting]  # read first: what has left it since is the current one, or done
+        waiting = [*self._waiting]  # read first: a job that has left it since is the current one, or has ended
         return [str(job) for job in dict.fromkeys([self._current, *waiting]) if job is not None]
 
     def wait(self, secs: float = math.inf) -> bool:
@@ -115,11 +115,11 @@ class BackgroundTask(ABC, Generic[Job]):
 class BackgroundTasks:
     """All background tasks of one run, in the order in which each commit reaches them and an end waits for them.
 
-    It knows neither model nor run, so that it can be waited for when both are forgotten. In a forked child, all that
-    waits does nothing.
+    It refers to neither model nor run, so that an end can wait for it when both are garbage. In a forked child, methods
+    that wait do nothing.
 
     Args:
-        most_secs: How long they are waited for, in all, from the first wait after a save.
+        most_secs: How long an end waits for all of them, from the first wait after a save.
     """
 
     def __init__(self, log: LoggerAdapter, most_secs: float) -> None:
@@ -131,12 +131,12 @@ class BackgroundTasks:
         self._given_up: set[str] = set()  # names of tasks that were logged as not finished
 
     def reset_wait_deadline(self) -> None:
-        """A save begins: what follows may take as long as allowed."""
+        """A save begins: the next wait may take the whole time again."""
         self._deadline = None
         self._given_up.clear()
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
-        """Tell each task of a committed save. Runs on: all ranks."""
+        """Pass a committed save to each task. Runs on: all ranks."""
         for task in self.all:
             task.handle_commit(target, step, collective)
 
@@ -144,7 +144,8 @@ class BackgroundTasks:
         """Returns whether nothing is left to wait for: the work has ended, or may not take longer. Needs no other rank.
 
         Args:
-            for_all: Also wait for what need not finish.
+            secs: How long to wait for each task at most.
+            for_all: Also wait for tasks that need not finish.
         """
         is_first = self._deadline is None
         if self._deadline is None:
@@ -163,19 +164,19 @@ class BackgroundTasks:
         return True
 
     def wait_before_exit(self) -> None:
-        """The process may be about to end, or goes on: wait for what must finish."""
+        """Wait for the tasks that must finish: the process may be about to end, or goes on."""
         if os.getpid() != self._process:
             return
         try:
             self.wait(math.inf, for_all=False)
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C, too
             for task in self.all:
                 if task.must_finish and (left := task.left()):
                     self._log.warning(f'{task.name}: no longer waited for: {"; ".join(left)}')
             raise
 
     def close(self) -> None:
-        """Training is over: end what need not finish, wait for the rest, and drop what has not finished by then."""
+        """Training is over: end tasks that need not finish, wait for the others, and drop work that is still left."""
         if os.getpid() != self._process:
             return
         for task in self.all:

@@ -1,4 +1,4 @@
-"""Waits for work beside training before the process ends."""
+"""Waits for background tasks before the process ends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ExitWait:
     ``--shutdown-timeout``). Python handles signals in the main thread, so they are handled only if hooks run there. A
     signal that is ignored (``nohup``) stays ignored.
 
-    A handler may interrupt the main thread while that holds a lock which the awaited work needs: to log a line, the
-    lock of a log handler. So the handler does not wait: a thread does, and then sends the signal to the main thread
+    A handler may interrupt the main thread while that holds a lock which the awaited work needs, such as the lock of a
+    log handler. So the handler does not wait: a thread does, and then sends the signal to the main thread
     once more, where it takes effect. Until then training goes on, at most to the end of its iteration
     (:meth:`pause_if_ending`).
 
@@ -71,7 +71,7 @@ class ExitWait:
         poll(lambda: self._pending is None or os.getpid() != self._process)
 
     def finish_work_before(self, number: int) -> None:
-        """Wait now, so that the signal can take effect at once. Runs on: the main thread, not in a handler."""
+        """Wait for the background tasks now, so that the signal can take effect. Runs on: the main thread."""
         if number in self._previous:
             self._wait_before(number)
             self._has_waited = True

@@ -1,4 +1,4 @@
-"""``on_saved``: runs a command for one save after another, beside training. Runs on: rank 0.
+"""``on_saved``: runs a command for one save after another, while training goes on. Runs on: rank 0.
 
 Standard programs look after it: ``timeout`` ends it with its process group, ``nice`` lowers its priority, and
 ``setpriv`` (util-linux), where there is one, ends it when this process is killed.
@@ -66,7 +66,7 @@ class OnSaved(EachSave[CommandJob]):
 
     Attributes:
         results: The step of a save and the numbers that the command printed for it, named for a visualizer:
-            ``on_saved/hf_model/accuracy``. Whoever takes them removes them.
+            ``on_saved/hf_model/accuracy``. The reader removes them.
 
     Raises:
         OptionError: There is no such program.
@@ -84,12 +84,12 @@ class OnSaved(EachSave[CommandJob]):
         super().__init__(log)
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
-        """Keep the files of the save that was just committed, and queue the command."""
+        """Pin the save that was just committed, and queue the command."""
         if pinned := self.pin(target, step):
             self.add(CommandJob(target.name, step, pinned.unpin, pinned))
 
     def process(self, job: CommandJob) -> None:
-        """Run the command, and report what became of it."""
+        """Run the command, and log what became of it."""
         began, path = time.monotonic(), job.pinned.path
         output = path.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _start(command: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End the command, if it has not ended, and what it has left; returns its exit status."""
+    """End the command, if it has not ended, and processes that it has left; returns its exit status."""
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -21,13 +21,13 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
 from xhf_hooks.planning.types import Step
 
-#: Seconds between looks at the store for what other ranks do.
+#: Seconds between two requests to the store for what other ranks have done.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
 
 
 @dataclass(eq=False)
 class UploadJob(SaveJob):
-    """What this rank does for the upload of one save.
+    """This rank's work for the upload of one save.
 
     Attributes:
         number: Number of the save, the same on all ranks; later saves have larger numbers.
@@ -43,12 +43,12 @@ class UploadJob(SaveJob):
 class Uploads(EachSave[UploadJob]):
     """The uploads of a run. Every method runs on all ranks.
 
-    Rank 0 waits for no other rank: it looks in the store for what others have uploaded, and uploads what does not
-    arrive itself, as that rank may have died or may not reach the store. The others wait until rank 0 begins a save, or
-    a later one. What they cannot do is no error: rank 0 does it, or tells why it cannot.
+    Rank 0 waits for no other rank: it lists in the store which files other ranks have uploaded, and uploads missing
+    files itself, since their rank may have died or may not reach the store. Other ranks wait until rank 0 begins this
+    save, or a later one. A file that they cannot upload is no error: rank 0 uploads it, or logs why it cannot.
 
     Args:
-        destinations: By name of the saves.
+        destinations: Where saves are uploaded to, by the name of their folder.
         n_ranks: Number of ranks that share the files.
 
     Attributes:
@@ -73,7 +73,7 @@ class Uploads(EachSave[UploadJob]):
         """Check before training that uploads will work.
 
         Raises:
-            StoreError: They will not. Ranks have not agreed on this error.
+            StoreError: They will not. Other ranks do not know this error.
         """
         for number, destination in enumerate(self._destinations.values()):
             if self._rank == 0:
@@ -124,7 +124,7 @@ class Uploads(EachSave[UploadJob]):
         self._log.info(f'uploaded {job.step.label} to {destination.url}/{prefix}: {took}')
 
     def close(self) -> None:
-        """Drop what is left to do, tell all that was not uploaded, and end the thread."""
+        """Drop the uploads that are left, log all that were not made, and end the thread."""
         if self._must_end.is_set():
             return
         super().close()
@@ -180,7 +180,7 @@ class Uploads(EachSave[UploadJob]):
         return None
 
     def _drop(self, job: SaveJob, why: str) -> None:
-        if self._rank == 0:  # which tells it for all
+        if self._rank == 0:  # which logs it for all ranks
             super()._drop(job, why)
 
     def _share(self, manifest: Manifest) -> list[str]:

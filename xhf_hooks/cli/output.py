@@ -49,7 +49,7 @@ def _with_home(text: str) -> Path:
 
 def base_model(text: str) -> str:
     """A folder, as an absolute path, or a name on the Hub."""
-    from xhf_hooks.system.files import absolute  # needs a module that Windows lacks, which is told later
+    from xhf_hooks.system.files import absolute  # needs a module that Windows lacks, which is reported later
 
     if not text:
         raise argparse.ArgumentTypeError('expected a folder or a name on the Hub, found nothing')

@@ -92,11 +92,11 @@ def save_generation_config(generation: GenerationConfig, folder: Path) -> None:
     Raises:
         ValueError: transformers refuses it. Before 4.39 it warns, and writes nothing.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter('always')
         generation.save_pretrained(folder)
     if not (folder / 'generation_config.json').exists():
-        raise ValueError(' '.join(str(one.message) for one in told))
+        raise ValueError(' '.join(str(one.message) for one in warned))
 
 
 #: Fields of RoPE in configs of transformers 4, which 5 holds together in ``rope_parameters``.
@@ -124,9 +124,9 @@ def set_rope_option(config: PretrainedConfig, name: str, value: Any) -> bool:
     if not isinstance(rope, dict) or any(isinstance(part, dict) for part in rope.values()):  # one by kind of layer
         return False
     fields = {key: part for key, part in config.to_dict().items() if key not in ('rope_parameters', *ROPE_OPTIONS)}
-    beside = {key: rope[key] for key in ('rope_theta', 'partial_rotary_factor') if key in rope}
-    scaling = {key: part for key, part in rope.items() if key not in beside}
-    older = {**fields, **beside, 'rope_scaling': scaling, name: value}
+    outside = {key: rope[key] for key in ('rope_theta', 'partial_rotary_factor') if key in rope}
+    scaling = {key: part for key, part in rope.items() if key not in outside}
+    older = {**fields, **outside, 'rope_scaling': scaling, name: value}
     config.rope_parameters = type(config).from_dict(older).rope_parameters
     return True
 

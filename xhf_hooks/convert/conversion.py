@@ -180,7 +180,7 @@ class Conversion:
         if adapters_in(module) and read and not is_dtype_known and self._options.dtype is None:
             dtypes = sorted({of_base[name].dtype for name in read})
             notes.append(
-                f'nothing tells in which dtype training had the frozen weights: they are merged as they are in {bases} '
+                f'nothing shows in which dtype training had the frozen weights: they are merged as they are in {bases} '
                 f'({", ".join(dtypes)}); --dtype gives another'
             )
         return notes
@@ -196,11 +196,13 @@ class Conversion:
         """
         if not replaced:
             return []
-        told = f'training had {counted(len(replaced), "weight")} quantized ({some(replaced)})'
+        problem = f'training had {counted(len(replaced), "weight")} quantized ({some(replaced)})'
         if self._options.base not in [base.folder for base in self._meta_model.bases]:
-            expected = f"'adapter', because {told}; to merge the adapter into others, give them with --base UNQUANTIZED"
+            expected = (
+                f"'adapter', because {problem}; to merge the adapter into others, give them with --base UNQUANTIZED"
+            )
             raise OptionError('lora', expected, self._options.lora)
-        return [f'{told}; the adapter is merged into those of {self._options.base}, which differ by rounding']
+        return [f'{problem}; the adapter is merged into those of {self._options.base}, which differ by rounding']
 
     def _plan(self, match: Match) -> PlannedOutputs:
         specs = match.specs

@@ -85,7 +85,7 @@ class Exporter(ABC):
         """
 
     def check_loading(self, placements: Sequence[Placement]) -> list[str]:
-        """Load what will be written, without weights, and return notes on what could not be tried. Runs on: rank 0.
+        """Load what will be written, without weights, and return notes on what could not be checked. Runs on: rank 0.
 
         Called after :meth:`entries`, before anything is written.
 
@@ -104,7 +104,7 @@ class Exporter(ABC):
         return LocatedBase.locate('') if self._model is None else base_of_model(self._model)
 
     def warn_of_revisions(self) -> list[str]:
-        """A warning if it cannot be told which revision of the base the model was loaded from. Runs on: rank 0."""
+        """A warning if it is unknown which revision of the base the model was loaded from. Runs on: rank 0."""
         return [] if self._model is None else warn_of_revisions(self._model)
 
     @property

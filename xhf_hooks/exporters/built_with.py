@@ -48,8 +48,8 @@ def warn_of_arguments(kind: type[PreTrainedModel], arguments: Mapping[str, Any],
         return []
     given = ', '.join(f'{name}={value}' for name, value in arguments.items())
     lost = {'initialised at random': without['missing'], 'not loaded': without['unexpected']}
-    told = '; '.join(f'{what}: {some(names)}' for what, names in lost.items() if names)
+    losses = '; '.join(f'{what}: {some(names)}' for what, names in lost.items() if names)
     return [
         f'{kind.__name__} was built with {given}, which config.json does not hold: load the folder with '
-        f'from_pretrained(..., {given}). Otherwise some tensors are {told}'
+        f'from_pretrained(..., {given}). Otherwise some tensors are {losses}'
     ]

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 #: Embeddings are padded to a multiple of this, or of a multiple of it.
 _ROWS_MULTIPLE = 8
-#: What readers other than transformers' from_pretrained want beside a model, and training does not change.
+#: Files that readers other than transformers' from_pretrained want next to a model, and training does not change.
 _COMPANIONS = ('modules.json', 'config_sentence_transformers.json', 'sentence_bert_config.json', 'spk_dict.pt')
 #: Fields of config.json that save_pretrained itself sets.
 _OF_EACH_SAVE = ('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'auto_map', '_name_or_path')

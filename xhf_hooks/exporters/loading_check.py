@@ -47,7 +47,7 @@ def load_empty(
         kind: The class that config.json names.
         config: Is written to config.json, and read from there.
         dtype: The option ``torch_dtype``.
-        arguments: Keyword arguments of the class beside the config.
+        arguments: Keyword arguments of the class besides the config.
 
     Returns:
         The model, on the meta device, and what transformers reports. Of tensors that are stored and that its config
@@ -105,7 +105,7 @@ def load_and_tell(
     kind: Any, source: str | None, torch_dtype: torch.dtype | str = 'auto', **options: Any
 ) -> tuple[Any, Problems]:
     """Call ``from_pretrained`` of a class; returns the model, and what transformers reports of it."""
-    model, told = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         source,
         torch_dtype=torch_dtype,
         local_files_only=True,
@@ -115,9 +115,9 @@ def load_and_tell(
     )
     shapes = [  # transformers 4.57 gives only names
         one if isinstance(one, str) else f'{one[0]} {tuple(one[1])}, expected {tuple(one[2])}'
-        for one in told['mismatched_keys']
+        for one in info['mismatched_keys']
     ]
-    names = {'missing': told['missing_keys'], 'unexpected': told['unexpected_keys'], 'of other shape': shapes}
+    names = {'missing': info['missing_keys'], 'unexpected': info['unexpected_keys'], 'of other shape': shapes}
     return model, {problem: sorted(map(str, which)) for problem, which in names.items()}
 
 
@@ -179,10 +179,10 @@ def require_none(
     Raises:
         ModelError: There are problems.
     """
-    told = '; '.join(f'{len(names)} {problem}: {some(names, 5)}' for problem, names in problems.items() if names)
-    if told:
+    found = '; '.join(f'{len(names)} {problem}: {some(names, 5)}' for problem, names in problems.items() if names)
+    if found:
         raise ModelError(
-            f'{what} would not load what a save of this model holds: {told}. Nothing has been saved; {remedy}'
+            f'{what} would not load what a save of this model holds: {found}. Nothing has been saved; {remedy}'
         )
 
 

@@ -29,7 +29,7 @@ def build_on_meta(
     """Build a model on the meta device as ``from_pretrained`` builds it, unpartitioned even at ZeRO-3.
 
     Args:
-        arguments: Keyword arguments of the class beside the config.
+        arguments: Keyword arguments of the class besides the config.
     """
     arguments = arguments or {}
 

@@ -24,7 +24,7 @@ from xhf_hooks.registry import build_from_config
 if TYPE_CHECKING:
     from xhf_hooks.exporters.base import Exporter
 
-#: Base classes of the parts of a processor beside its tokenizer; those of video are also those of images.
+#: Base classes of the parts of a processor besides its tokenizer; those of video are also those of images.
 _KINDS_OF_PARTS = ('BaseVideoProcessor', 'ImageProcessingMixin', 'FeatureExtractionMixin')
 
 

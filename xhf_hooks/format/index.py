@@ -1,4 +1,4 @@
-"""The JSON files beside weights: the index of weights in several files, and the name of this package's manifest."""
+"""The JSON files next to weights: the index of weights in several files, and the name of this package's manifest."""
 
 from __future__ import annotations
 

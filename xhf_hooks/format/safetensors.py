@@ -5,7 +5,7 @@ sorted by dtype, widest alignment first, then by name; padded with spaces to a m
 tensors are therefore equal byte for byte.
 
 ``safe_open`` validates a header (tensors are contiguous, have the size of their shape and dtype, and fill the file),
-but does not tell where they begin.
+but does not say where they begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats sizes, lists of names and what else several rooms tell in messages."""
+"""Formats what messages of several rooms contain: sizes, lists of names, errors."""
 
 from __future__ import annotations
 

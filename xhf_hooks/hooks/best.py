@@ -69,7 +69,7 @@ class BestMetric(CheckpointHook):
         try:
             super().__init__(interval=-1, save_best=save_best, rule=rule)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
-            if rule is None and isinstance(error, ValueError):  # not told by the name of the metric
+            if rule is None and isinstance(error, ValueError):  # which the name of the metric does not show
                 raise OptionError('rule', f"'greater' or 'less', for the metric {save_best!r}", rule) from None
             raise OptionError('save_best/rule', f'what CheckpointHook accepts ({error})', (save_best, rule)) from error
         self._earlier: Sequence[BestSave] = ()

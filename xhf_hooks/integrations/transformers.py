@@ -99,7 +99,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            self.saves.finish(_step(state), reloaded_step=_loaded_step(args, state))
+            self.saves.finish(_step(state), reloaded_step=_reloaded_step(args, state))
         finally:
             self.close()
 
@@ -133,8 +133,8 @@ def _step(state: TrainerState) -> Step:
     return Step('iter', state.global_step, state.global_step, state.epoch)
 
 
-def _loaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
-    """The step whose weights Trainer has loaded at the end of training; None if it has loaded none."""
+def _reloaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
+    """The step whose weights Trainer reloaded at the end of training; None if it did not."""
     if not args.load_best_model_at_end or state.best_model_checkpoint is None:
         return None
     found = re.fullmatch(rf'{PREFIX_CHECKPOINT_DIR}-(\d+)', Path(state.best_model_checkpoint).name)
@@ -149,7 +149,7 @@ def _make_trial_folder(parent: Path) -> str:
     """Make the first of the folders ``run-0``, ``run-1``, ... that is not there; returns its name. Runs on: rank 0.
 
     Trainer names the folders of its checkpoints so, by the number of the trial, unless ``hyperparameter_search`` was
-    given an ``hp_name``. Callbacks are told that name, but not the number.
+    given an ``hp_name``. Callbacks get that name, but not the number.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():

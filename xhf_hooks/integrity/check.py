@@ -157,7 +157,7 @@ class FolderCheck:
         total = sum(self.files[name] for name in names)
         sums: dict[str, FileRecord] = {}
 
-        def tell(nbytes: int) -> None:
+        def report(nbytes: int) -> None:
             self.read_nbytes += nbytes
             on_progress(self.read_nbytes, total)
 
@@ -165,7 +165,7 @@ class FolderCheck:
             for name in names:
                 try:
                     header = self.headers.get(name)
-                    sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=tell)
+                    sums[name] = sum_file(self.path / name, header, threads, from_disk=from_disk, on_read=report)
                 except OSError as error:
                     self.add(PROBLEM, 'checksums', f'{name}: cannot be read ({error.strerror or error})')
         if self.manifest is not None:
@@ -182,8 +182,8 @@ class FolderCheck:
                 self.add(PROBLEM, 'files', f'{name} is missing')
             elif found != record.nbytes:
                 self.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
-        others = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
-        for name in sorted(others):
+        foreign = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
+        for name in sorted(foreign):
             if _READ_BY_LOADERS.fullmatch(name):
                 self.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
             else:

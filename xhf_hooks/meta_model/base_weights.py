@@ -66,8 +66,8 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         if _has_all_names(kind, config, stored):  # transformers before 4.48 loads no tensors that it is given
             return BaseWeights(stored)
-        told = f'{kind.__name__} did not tell its names in memory, so those in the files are taken'
-        note = f'{folder}: {told} ({error_text(error)})'
+        problem = f'{kind.__name__} did not give its names in memory, so the names in the files are taken'
+        note = f'{folder}: {problem} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
     return BaseWeights(found.tensors, found.model)
 

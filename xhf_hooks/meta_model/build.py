@@ -134,19 +134,19 @@ def _build_of_transformers(
     """The config of the model, or of its adapter, is beside the checkpoint, or in the given folder.
 
     An adapter's config beside the checkpoint of a model without one is of another run. Without one, the run's own
-    config may tell how the adapters were made.
+    config may say how the adapters were made.
     """
     is_adapter = any('lora_' in name for name in meta_model.shapes)
-    beside, beside_config = adapter_folder(found), config_folder(found)
+    adapter_dir, config_dir = adapter_folder(found), config_folder(found)
     of_given = base_file(given or '', ADAPTER_CONFIG)
     adapter = of_given
-    if adapter is None and beside is not None and (is_adapter or (given is None and beside_config is None)):
-        adapter = beside / ADAPTER_CONFIG
-    base = given or str(beside_config)
+    if adapter is None and adapter_dir is not None and (is_adapter or (given is None and config_dir is None)):
+        adapter = adapter_dir / ADAPTER_CONFIG
+    base = given or str(config_dir)
     if adapter is None:
         meta_model.described_by = base
         of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, beside_config, of_base, base, given) or of_base
+        config = _config_of_run(meta_model, config_dir, of_base, base, given) or of_base
         model: nn.Module = _built_as_trained(meta_model, base, config, of_base)
         _take_generation_config(meta_model, model, found, given)
         if is_adapter:
@@ -160,7 +160,7 @@ def _build_of_transformers(
             raise BaseModelError(f'{adapter} has no base_model_name_or_path; set it to the base model')
         meta_model.described_by = f'{adapter} and {base}'
         of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, beside_config, of_base, base, given)
+        config = _config_of_run(meta_model, config_dir, of_base, base, given)
         meta_model.has_config_of_base = config is None
         config = config or of_base
         model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config), of_base)

@@ -31,7 +31,7 @@ def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def dtype_of_frozen(config: RunConfig | None, stored: Mapping[str, StoredTensor], held: Collection[str]) -> str | None:
-    """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing tells.
+    """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing shows it.
 
     It is that of frozen weights in the checkpoint; else that in the run's config, with which the model was loaded; else
     that of a 16-bit adapter. peft makes adapters of 16-bit models in fp32 by default, so fp32 says nothing.

@@ -145,16 +145,16 @@ def require_all(match: Match, read: Collection[str], meta_model: MetaModel, not_
     lacking = [name for name in match.lacking if name in read]
     if not lacking:
         return
-    told = f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint lacks'
-    told = f'{told} ({some(lacking)})'
+    lack = f'the model of {meta_model.described_by} has {counted(len(lacking), "tensor")} that the checkpoint lacks'
+    lack = f'{lack} ({some(lacking)})'
     if other := [f'{name} is a {not_tensors[name]}' for name in lacking if name in not_tensors]:
-        raise BaseModelError(f'{told}; it holds no plain tensors there, which cannot be read: {some(other)}')
+        raise BaseModelError(f'{lack}; it holds no plain tensors there, which cannot be read: {some(other)}')
     if reasons := [match.refused[name] for name in lacking if name in match.refused]:
-        raise BaseModelError(f'{told}, {reasons[0]}; if this is the trained model, {_REMEDY}, with its weights')
+        raise BaseModelError(f'{lack}, {reasons[0]}; if this is the trained model, {_REMEDY}, with its weights')
     if any(map(is_of_adapter, lacking)):
-        raise BaseModelError(f'{told}, and they were trained: take a complete checkpoint of the adapter')
+        raise BaseModelError(f'{lack}, and they were trained: take a complete checkpoint of the adapter')
     raise BaseModelError(
-        f'{told}, and nothing tells that they were frozen, so they are not taken from a base; take a complete '
+        f'{lack}, and nothing shows that they were frozen, so they are not taken from a base; take a complete '
         f'checkpoint. If another model was trained, {_REMEDY}'
     )
 
@@ -178,15 +178,15 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
     unexpected = [name for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)]
     inside = tuple(f'{path}.'.removeprefix('.') for path in _outermost(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
-        told = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
+        lack = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
         if all(name.endswith(_OF_QUANTIZED) for name in lost):
-            raise BaseModelError(f'{told}; they are of quantized weights (AWQ, GPTQ), which training does not change')
+            raise BaseModelError(f'{lack}; they are of quantized weights (AWQ, GPTQ), which training does not change')
         if any(is_of_adapter(name) for name in lost) and not adapters_in(meta_model.module):
             raise BaseModelError(
-                f'{told}; they are of peft: --base has to name a folder with the adapter_config.json, or --config a '
+                f'{lack}; they are of peft: --base has to name a folder with the adapter_config.json, or --config a '
                 f'config with the LoraConfig of the run'
             )
-        raise BaseModelError(f'{told}; {_REMEDY}{other_version_remedy([base.model for base in meta_model.bases])}')
+        raise BaseModelError(f'{lack}; {_REMEDY}{other_version_remedy([base.model for base in meta_model.bases])}')
     if unexpected:
         return [f'{counted(len(unexpected), "tensor")} of the checkpoint not in the model: {some(unexpected)}']
     return []

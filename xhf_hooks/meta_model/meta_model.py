@@ -63,10 +63,10 @@ class Base:
             return f'and {self.folder} has no files of weights to read them from'
         if found is None:
             return f'and {self.folder} lacks them, too'
-        told = f'and {self.folder} has {found.shape} for {shape}'
+        problem = f'and {self.folder} has {found.shape} for {shape}'
         if len(shape) > 1 and found.shape[1:] == shape[1:] and found.shape[0] < shape[0]:
-            told += ': if training added rows, nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3)'
-        return told
+            problem += ': if training added rows, nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3)'
+        return problem
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Adapters that a run put on parts of its model: InternVL_V1_5 of XTuner with ``llm_lora``, models around it as Sa2VA.
 
-The checkpoint's names tell which parts peft had adapted; how, such as ``lora_alpha``, only the run's config tells.
+The checkpoint's names show which parts peft had adapted; how, such as ``lora_alpha``, stands in the run's config only.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def rename_older(
             found.tensors[full[name]] = loaded.tensors[name]
     read = {source for sources in loaded.sources.values() for source in sources}
     unexpected = set(loaded.problems['unexpected'])
-    ignores_others = unexpected <= given.keys()  # else transformers tells other names than the checkpoint has
+    ignores_others = unexpected <= given.keys()  # else transformers gives other names than the checkpoint has
     for name in unknown:
         match = _ADAPTED.fullmatch(plain[name])
         if match is None and not is_of_adapter(name):
@@ -136,7 +136,7 @@ def _place_of(model: nn.Module, module: nn.Module) -> tuple[str, str]:
 
 
 def _adapted_weights(unknown: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Stand-ins for the weights that adapters of unknown names adapt: where transformers puts them tells the new names.
+    """Stand-ins for the weights that adapters of unknown names adapt: where transformers puts them shows the new names.
 
     They are never read.
     """

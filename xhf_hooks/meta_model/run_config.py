@@ -21,7 +21,7 @@ from typing import Any
 from xhf_hooks.errors import ConfigError
 from xhf_hooks.format.text import error_text
 
-#: Functions that change none of their arguments, beside ``dict``.
+#: Functions that change none of their arguments, besides ``dict``.
 _CHANGE_NOTHING = ('len', 'max', 'min', 'print', 'range', 'repr', 'sorted', 'str', 'sum')
 #: Functions with which code reaches every name.
 _REACH_ALL = ('eval', 'exec', 'globals', 'locals', 'vars')

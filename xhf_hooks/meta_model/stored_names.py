@@ -54,7 +54,7 @@ def name_as_in_model(
     """Give tensors names without wrappers, and the trained adapter the name that it has in a meta model.
 
     Args:
-        trained: Names of the parameters that are known to be trained; None if nothing tells.
+        trained: Names of the parameters that are known to be trained; None if nothing shows it.
         adapter_folder: The name of the folder with the adapter's config; peft calls it as the adapter.
 
     Raises:
@@ -133,7 +133,7 @@ def _trained_adapter(
     """The name of the adapter that is trained: as recorded, else as its folder, else peft's default.
 
     Raises:
-        ConfigError: Nothing tells.
+        ConfigError: Nothing shows it.
     """
     known = adapters
     if trained is not None:
@@ -143,7 +143,7 @@ def _trained_adapter(
         if name in known:
             return name
     raise ConfigError(
-        f'the checkpoint has {counted(len(known), "adapter")} ({some(sorted(known))}), and nothing tells which one was '
+        f'the checkpoint has {counted(len(known), "adapter")} ({some(sorted(known))}), and nothing shows which one was '
         f'trained: give as --base a folder of that name with its adapter_config.json'
     )
 

@@ -42,7 +42,7 @@ def tokenizer_of_run(
 ) -> tuple[Any | None, Sequence[int], list[str]]:
     """The tokenizer or processor to write, the EOS token ids of answers, and warnings for the log.
 
-    What lies beside the checkpoint comes first, then what the run's config names, then what the base has.
+    The tokenizer beside the checkpoint comes first, then the one that the run's config names, then the base's.
 
     Args:
         module: The meta model.
@@ -140,8 +140,8 @@ def _beside(
             try:
                 found = AutoProcessor.from_pretrained(folder, **options)
             except Exception as error:  # of any type, from custom code; or a package is missing here
-                told = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
-                notes.append(f'{told} ({error_text(error)})')
+                problem = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
+                notes.append(f'{problem} ({error_text(error)})')
         if found is None:
             found = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     tokenizer = getattr(found, 'tokenizer', found)

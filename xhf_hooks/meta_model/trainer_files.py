@@ -1,4 +1,4 @@
-"""What a trainer left beside a checkpoint: Hugging Face files that say more of the trained model than its base."""
+"""Hugging Face files that a trainer left beside a checkpoint, and that describe the model better than its base."""
 
 from __future__ import annotations
 

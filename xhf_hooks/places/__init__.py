@@ -1,1 +1,1 @@
-"""Where saves go: a folder and what lies beside it, and their copies in a store."""
+"""Where saves go: a folder and its sibling folders, and a store to which they are uploaded."""

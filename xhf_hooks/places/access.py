@@ -46,7 +46,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
 
 
 def all_ranks_see(folder: Path, collective: Collective) -> bool:
-    """Rank 0 makes a file beside a folder, and all ranks open it. Runs on: all ranks.
+    """Whether all ranks can open a file that rank 0 makes next to the folder. Runs on: all ranks.
 
     The inode number must be equal on all ranks: writers identify files by it (writers/output_file.py). NFS, Lustre,
     CephFS, MooseFS and others use the server's number on every host; some FUSE file systems make up their own.

@@ -1,4 +1,4 @@
-"""Deletes saves that are no longer needed, beside training. Runs on: rank 0."""
+"""Deletes saves that are no longer needed, in background threads. Runs on: rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BackgroundDeletion:
         self._threads: list[threading.Thread] = []
 
     def start(self, delete: Callable[[], object]) -> None:
-        """Have something deleted. ``delete`` raises nothing, and is called in another thread."""
+        """Call ``delete``, which raises nothing, in another thread."""
 
         def work() -> None:
             lower_priority()

@@ -20,7 +20,7 @@ _FICLONE = getattr(fcntl, 'FICLONE', 0x40049409)
 
 
 def new_name(folder: Path, kind: str) -> Path:
-    """A name beside a folder that was never used before. :mod:`.checkpoint_folder` lists the kinds."""
+    """A name next to a folder that was never used before. :mod:`.checkpoint_folder` lists the kinds."""
     return folder.with_name(f'.{folder.name}.{kind}-{uuid.uuid4().hex[:12]}')
 
 
@@ -51,13 +51,13 @@ def is_folder(path: Path) -> bool:
 
 
 def unused(path: Path) -> Path:
-    """The path if nothing has that name, else with ``_2``, ``_3`` and so on at its end."""
-    others = (path.with_name(f'{path.name}_{number}') for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], others) if look_up(each) is None)
+    """The path if that name is unused, else the path with ``_2``, ``_3`` and so on at its end."""
+    numbered = (path.with_name(f'{path.name}_{number}') for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if look_up(each) is None)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """All that is below a folder but the folders, by relative path with slashes. A link is a file."""
+    """All files below a folder, by relative path with slashes. A link is a file."""
     paths = (path for path in folder.rglob('*') if path.is_symlink() or not path.is_dir())
     return {path.relative_to(folder).as_posix(): path for path in paths}
 

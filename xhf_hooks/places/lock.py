@@ -24,13 +24,13 @@ _SIGN_NBYTES = 4096
 
 
 class RunLock:
-    """An advisory lock on ``.<name>.lock`` beside the output folder, held while a run lives.
+    """An advisory lock on ``.<name>.lock`` next to the output folder, held while a run lives.
 
-    The kernel releases it when the process ends. The file says who holds it.
+    The kernel releases the lock when the process ends. The file names the process that holds it.
 
     Attributes:
-        works_across_hosts: Whether other hosts see the lock. Where they do not, it is not held against anybody.
-        holder: Who else has signed the file: holds the lock, or was killed.
+        works_across_hosts: Whether other hosts see the lock. If not, it keeps out other runs on this host only.
+        holder: Another process that has signed the file: it holds the lock, or was killed.
     """
 
     _kept: ClassVar[dict[Path, RunLock]] = {}  # by the path of the lock file; locks belong to the process

@@ -29,7 +29,7 @@ _S3_CONFIG = {
 }
 #: Parts of a file that are sent at once. s3fs would hold ten parts of 50 MB in memory.
 _S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
-#: Protocols with which a file is visible while it is being written: small objects are written beside and renamed.
+#: Protocols with which a file is visible while it is being written: small objects get a temporary name first.
 _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
 #: Those of them that keep folders whose last file was removed, and whose ``rmdir`` removes nothing but an empty folder.
 _WITH_FOLDERS = {'file', 'local', 'sftp', 'ssh', 'smb'}
@@ -110,10 +110,10 @@ class Store:
         if not self._has_files:
             self._ask('write', key, 'pipe_file', path, data)
             return
-        beside = f'{path}.{uuid.uuid4().hex[:12]}'
+        temporary = f'{path}.{uuid.uuid4().hex[:12]}'
         self._ask('write', key, 'makedirs', self._fs._parent(path), exist_ok=True)
-        self._ask('write', key, 'pipe_file', beside, data)
-        self._ask('write', key, 'mv', beside, path)
+        self._ask('write', key, 'pipe_file', temporary, data)
+        self._ask('write', key, 'mv', temporary, path)
 
     def put_file(self, key: str, path: Path) -> None:
         """Upload a file; the library sends large ones in parts."""

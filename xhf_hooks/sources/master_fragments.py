@@ -25,7 +25,7 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     """Which elements of the masters each rank holds. Runs on: all ranks, with the same names.
 
     Raises:
-        AgreedError: A rank cannot tell which it holds.
+        AgreedError: A rank does not know which elements it holds.
     """
     if not tensors:
         return {}

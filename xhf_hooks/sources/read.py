@@ -23,8 +23,8 @@ from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20
-#: Ranks agree once per this many buckets. Until then a rank that has failed keeps gathering for the others.
-BUCKETS_PER_AGREEMENT = 64
+#: Ranks vote once per this many buckets. Until then a rank that has failed keeps gathering for the others.
+BUCKETS_PER_VOTE = 64
 #: Freed memory is kept for reuse, which is faster, and returned to the system once per this many buckets.
 _SPARE_BUCKETS = 3
 
@@ -115,8 +115,8 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
 
     Ranks wait for each other on gloo before each bucket: a writer may hold a bucket while its disk is busy, and the
     other ranks must not wait for it inside the collective that gathers; for the same reason a rank finds out that it
-    lacks memory before the first of them. Failures here and in the caller are remembered, and agreed on every few
-    buckets.
+    lacks memory before the first of them. Failures here and in the caller are remembered, and reported in a vote every
+    few buckets.
 
     Raises:
         AgreedError: A rank failed, or found a tensor that does not match the plan.
@@ -130,7 +130,7 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
         wanted = [{spec.name for spec in _reads_of(groups)} for groups in to_make]
     with source.opened():
         for number, specs in enumerate(reads):
-            if number % BUCKETS_PER_AGREEMENT or number == 0:  # before the first, ranks have just agreed
+            if number % BUCKETS_PER_VOTE or number == 0:  # before the first, ranks have just voted
                 collective.wait('gather')
             else:
                 collective.raise_if_any_failed('gather')

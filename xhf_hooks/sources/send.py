@@ -29,8 +29,8 @@ from xhf_hooks.sources.copied import copied_chunks
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
 from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent
 
-#: Ranks agree once per this many rounds. Until then a rank that has failed keeps sending and receiving.
-ROUNDS_PER_AGREEMENT = 64
+#: Ranks vote once per this many rounds. Until then a rank that has failed keeps sending and receiving.
+ROUNDS_PER_VOTE = 64
 #: Receive buffers: one is being filled while the others wait for the disk.
 _BUFFERS = 3
 
@@ -69,8 +69,8 @@ class SliceSender:
             AgreedError: A rank failed, or has a slice that does not match the plan.
             RankLostError: A rank did not answer.
         """
-        for start in range(0, len(self._rounds), ROUNDS_PER_AGREEMENT):
-            yield from self._exchanged(range(start, min(start + ROUNDS_PER_AGREEMENT, len(self._rounds))))
+        for start in range(0, len(self._rounds), ROUNDS_PER_VOTE):
+            yield from self._exchanged(range(start, min(start + ROUNDS_PER_VOTE, len(self._rounds))))
         if self._rounds:
             self._collective.raise_if_any_failed('send')
 

@@ -136,7 +136,7 @@ class Zero3Source(Source):
                 partition = torch.zeros(tensor.ds_tensor.ds_numel, dtype=TORCH_DTYPES[spec.dtype], device='cpu')
             group, numel = _partition_group(tensor), partition.numel()
             full = torch.empty(numel * dist.get_world_size(group), dtype=partition.dtype, device=device)
-            # Sent from its place in the result, so that no memory is needed beside that
+            # Sent from its place in the result, so that no more memory is needed
             own = full[dist.get_rank(group) * numel :][:numel].copy_(partition)
             on_their_way.append(dist.all_gather_into_tensor(full, own, group=group, async_op=True))
             if spec.name in wanted:

@@ -31,7 +31,7 @@ def lower_priority() -> None:
 
 
 def count_usable_cores() -> int:
-    """The number of cores that this process may use; on systems that do not tell, such as macOS, all of them."""
+    """The number of cores that this process may use; on systems that do not say, such as macOS, all of them."""
     if hasattr(os, 'sched_getaffinity'):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

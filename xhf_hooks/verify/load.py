@@ -78,7 +78,7 @@ def check_loading(report: FolderCheck, *, base: str | None, trust_remote_code: b
 
 
 def tied_names_in(folder: Path) -> list[set[str]]:
-    """Names of the tensors that loading a folder makes one, by its config.json; none if that cannot be told here."""
+    """Names of the tensors that loading a folder makes one, by its config.json; none if that is unknown here."""
     try:
         with quiet():
             config, kind = _config_and_class(folder, trust_remote_code=False)

@@ -53,7 +53,7 @@ class Model:
         return {} if self.folder is None else loaded_texts(self.folder)
 
     def tied_names(self) -> list[set[str]]:
-        """Names of tensors that ``from_pretrained`` makes one, by the config; none if that cannot be told."""
+        """Names of tensors that ``from_pretrained`` makes one, by the config; none if that is unknown."""
         return [] if self.folder is None else tied_names_in(self.folder)
 
 
@@ -109,8 +109,8 @@ def _open_folder(path: Path) -> Model:
     dtypes = ', '.join(sorted({tensor.dtype for tensor in stored.values()})) or 'none'
     tensors = {name: tensor.spec for name, tensor in stored.items()}
     notes = []
-    if path.is_dir() and (beside := sorted(one.name for one in path.glob('global_step*') if one.is_dir())):
-        notes.append(f"{path} also holds DeepSpeed's {some(beside)}; its Hugging Face files are compared")
+    if path.is_dir() and (tags := sorted(one.name for one in path.glob('global_step*') if one.is_dir())):
+        notes.append(f"{path} also holds DeepSpeed's {some(tags)}; its Hugging Face files are compared")
     label = f'{path} ({len(stored)} tensors, {dtypes})'
     return Model(label, tensors, read, notes, folder=path if path.is_dir() else None)
 
@@ -155,15 +155,15 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     planned = {name: placement for name, (_, placement) in placements.items()}
     planned |= {name: one.placement for name, one in copied.items()}
     tensors = {name: TensorSpec(name, placement.shape, placement.dtype) for name, placement in planned.items()}
-    beside = None
+    folder_of_assets = None
     try:
         conversion.write_assets(scratch)
-        beside = scratch
+        folder_of_assets = scratch
     except (XhfError, OSError) as error:
         notes.append(f'config and tokenizer are not compared: {error}')
     kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
     label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
-    return Model(label, tensors, read, notes, is_made=True, folder=beside)
+    return Model(label, tensors, read, notes, is_made=True, folder=folder_of_assets)
 
 
 def _name_of(placement: Placement) -> str:

@@ -1,4 +1,4 @@
-"""Writes past the page cache, for a save beside training: it takes little CPU time and evicts no training data.
+"""Writes past the page cache, for a save in the background: it takes little CPU time and evicts no training data.
 
 The disk takes whole blocks, from memory with the same alignment: a snapshot is laid out like the files
 (sources/host_memory.py). All else goes through the page cache: a partial block at either end, bytes that other ranks

@@ -97,18 +97,18 @@ def judge_steps(
     made = None if counted is None else counted - n_steps_before_training(optims[0].version)
     if counted is not None and models[0].steps in (None, counted, made):
         return []
-    told = f'the optimizer of {optims[0].file} has made {made} steps, {models[0].file.name} {models[0].steps}'
+    steps = f'the optimizer of {optims[0].file} has made {made} steps, {models[0].file.name} {models[0].steps}'
     in_both = [tensor for tensor in tensors if tensor.master is not None and tensor.master is not tensor.trained]
     for tensor in in_both:
         rounded = tensor.whole(from_master=True).to(TORCH_DTYPES[tensor.dtype])
         if not torch.equal(rounded, tensor.whole(from_master=False)):
             raise CheckpointError(
-                f'{told}, and {tensor.name} differs: not of one save; put the files of one save together'
+                f'{steps}, and {tensor.name} differs: not of one save; put the files of one save together'
             )
     if in_both:
         return []
     return [
-        f'not verifiable: that model and optimizer files are of one step: {told}. That is so after a resume without '
+        f'not verifiable: that model and optimizer files are of one step: {steps}. That is so after a resume without '
         f'optimizer state, and with optimizers that do not count; otherwise put the files of one save together'
     ]
 

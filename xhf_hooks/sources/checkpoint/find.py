@@ -198,13 +198,13 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
         return _follow(only) if only.is_dir() else only
     if 'adapter_model.bin' in names:
         raise CheckpointError(f'{folder}: {_ADAPTER}')
-    told = f'it holds {some(names, 5)}' if names else 'it is empty'
-    told += '. Give a checkpoint or the work_dir of a run'
+    advice = f'it holds {some(names, 5)}' if names else 'it is empty'
+    advice += '. Give a checkpoint or the work_dir of a run'
     if below := [str(path.relative_to(folder)) for path in _checkpoints_below(folder, _MAX_DEPTH)]:
-        told = f'give a folder below it: {some(below, 5)}'
+        advice = f'give a folder below it: {some(below, 5)}'
     raise CheckpointError(
         f'{folder}: not a checkpoint: it has no *_model_states.pt, last_checkpoint or latest, and no file of weights; '
-        f'{told}'
+        f'{advice}'
     )
 
 

@@ -112,8 +112,8 @@ def parsing(file: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        told = f'{type(error).__name__}: {error}'[:100]
-        raise CheckpointError(f'{file}: not {what} ({told}); take another checkpoint') from error
+        reason = f'{type(error).__name__}: {error}'[:100]
+        raise CheckpointError(f'{file}: not {what} ({reason}); take another checkpoint') from error
 
 
 def load_model_state(file: Path) -> ModelState:

@@ -72,8 +72,8 @@ def load_mapped(file: MappedFile) -> Any:
         if file.data[:4] != _ZIP_MAGIC:
             start = bytes(file.data[:300])
             found = (f'{kind}; {remedy}' for at, magic, kind, remedy in _OTHER_FILES if start[at:].startswith(magic))
-            told = next(found, 'not a file of torch.save; give a .pth file or the folder of a checkpoint')
-            raise CheckpointError(f'{file.path}: {told}')
+            problem = next(found, 'not a file of torch.save; give a .pth file or the folder of a checkpoint')
+            raise CheckpointError(f'{file.path}: {problem}')
         return _load_zip(file)
 
 
