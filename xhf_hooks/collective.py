@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
 
-from xhf_hooks.compat.torch import new_gloo_group
-from xhf_hooks.errors import AgreedError, RankLostError, RanksDifferError, SharedError
-from xhf_hooks.format.checksum import first_difference, line_checksums
+from xhf_hooks.compat.torch import new_gloo_group, spread_maximum
+from xhf_hooks.errors import AgreedError, RankLostError, SharedError
 from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
 from xhf_hooks.system.rendezvous import wait_for_all_ranks
@@ -51,7 +50,7 @@ _POLL_SECS = 0.0005
 _REGISTER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
-#: Up to this many ranks, gloo's ring all-reduce is as fast as the log2(N) steps of :meth:`Collective._spread_maximum`.
+#: Up to this many ranks, gloo's ring all-reduce is as fast as the log2(N) steps of :func:`.spread_maximum`.
 _RING_RANKS = 8
 #: Tag of votes, which keeps them apart from the tensors that :meth:`Collective.post` sends.
 _VOTE = 1
@@ -237,28 +236,10 @@ class Collective:
         with self._in_touch(stage):
             merged = torch.from_numpy(np.array(values))
             if operation == 'MAX' and merged.numel() == 1 and self.world_size > _RING_RANKS:
-                self._spread_maximum(merged)
+                spread_maximum(merged, self._group, self._timeout, _VOTE)
             else:
                 dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
         return merged.numpy()
-
-    def _spread_maximum(self, number: torch.Tensor) -> None:
-        """Set the number to the largest of all ranks in log2(N) steps; gloo's ring takes 2(N-1). Runs on: all ranks.
-
-        In each step every rank sends its maximum to a rank that is twice as far away as in the step before
-        (dissemination). A maximum may be counted twice; a sum may not.
-        """
-        distance, received = 1, torch.empty_like(number)
-        while distance < self.world_size:
-            ahead, behind = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works = [
-                dist.isend(number.clone(), ahead, self._group, _VOTE),
-                dist.irecv(received, behind, self._group, _VOTE),
-            ]
-            for work in works:
-                work.wait(self._timeout)
-            torch.maximum(number, received, out=number)
-            distance *= 2
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
@@ -319,39 +300,6 @@ class Collective:
             values: list[T] = [value] * self.world_size
             dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def require_same(self, what: str, digest: str, describe: Callable[[], list[str]]) -> None:
-        """Check that all ranks hold the same thing. Runs on: all ranks.
-
-        Args:
-            digest: Compared first, so that nothing large is sent if all ranks agree.
-            describe: Returns the thing as lines; called only to find the first difference.
-
-        Raises:
-            RanksDifferError: It differs; the message names both sides.
-        """
-        if not self.any(digest != self.broadcast(digest)):
-            return
-        # Of many lines on very many ranks, nothing but checksums of rank 0's lines and one line of each side travel
-        lines: list[str] = []
-        with self.stage(what):
-            lines = describe()
-        theirs = self.broadcast(line_checksums(lines))
-        found, line = -1, ''
-        with self.stage(what):
-            found = first_difference(theirs, line_checksums(lines))
-        firsts = self.all_gather(found)
-        odd = [rank for rank, number in enumerate(firsts) if number >= 0]
-        if not odd:
-            raise RanksDifferError(f'{what} differs between ranks, but not in a line that describes it')
-        first = firsts[odd[0]]
-        if self.rank in (0, odd[0]):
-            line = repr(lines[first]) if first < len(lines) else 'nothing more'
-        sides = self.all_gather(line)
-        raise RanksDifferError(
-            f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]} on rank 0 and '
-            f'{sides[odd[0]]} on rank {odd[0]}. All ranks must hold the same model.'
-        )
 
     def close(self) -> None:
         """Destroy the group; a reused one stays open for the next call. Runs on: all ranks."""

@@ -24,6 +24,7 @@ from tests.helpers.runs.engines import save_folder, zero_engine
 from xhf_hooks import collective, save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.compare_ranks import require_same
 from xhf_hooks.sources import Source, Zero3Source, read, send
 
 N_RANKS = 3
@@ -190,7 +191,7 @@ def differing_lines(last: list[str]) -> tuple[str, int]:
     ranks = Collective()
     lines = last if ranks.rank == N_RANKS - 1 else LINES
     with gathered_nbytes() as sizes:
-        message = error_of(ranks.require_same, 'the plan', str(len(lines)) + lines[1000], lambda: lines)
+        message = error_of(require_same, ranks, 'the plan', str(len(lines)) + lines[1000], lambda: lines)
     ranks.close()
     return message, sum(sizes)
 

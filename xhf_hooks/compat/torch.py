@@ -38,6 +38,25 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta, *, prefix: st
     return group
 
 
+def spread_maximum(number: torch.Tensor, group: dist.ProcessGroup, timeout: timedelta, tag: int) -> None:
+    """Set the number to the largest of all ranks in log2(N) steps; gloo's ring takes 2(N-1). Runs on: all ranks.
+
+    In each step every rank sends its maximum to a rank that is twice as far away as in the step before (dissemination).
+    A maximum may be counted twice; a sum may not.
+
+    Args:
+        tag: Keeps these messages apart from other ones between the same ranks.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    distance, received = 1, torch.empty_like(number)
+    while distance < world_size:
+        ahead, behind = (rank + distance) % world_size, (rank - distance) % world_size
+        for work in (dist.isend(number.clone(), ahead, group, tag), dist.irecv(received, behind, group, tag)):
+            work.wait(timeout)
+        torch.maximum(number, received, out=number)
+        distance *= 2
+
+
 @contextmanager
 def _store_with(prefix: str) -> Iterator[None]:
     """Inside, new groups use the store of the default group under a prefix (``new_group``, distributed_c10d.py)."""

@@ -16,6 +16,7 @@ from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.compare_ranks import require_same
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source
@@ -103,7 +104,7 @@ def plan_saves(
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
-    collective.require_same('the save plan', plan.digest, lambda: describe_plan(plan))
+    require_same(collective, 'the save plan', plan.digest, lambda: describe_plan(plan))
     with collective.stage('check loading'):  # before the first step, and in the thread that trains
         notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
         for note in notes:
