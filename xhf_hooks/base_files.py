@@ -183,20 +183,20 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
-def base_folder(base_dir: str) -> Path | None:
+def base_folder(base: LocatedBase | str) -> Path | None:
     """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
-    if isinstance(base_dir, LocatedBase):
-        return base_dir.folder
-    if not base_dir:
+    if isinstance(base, LocatedBase):
+        return base.folder
+    if not base:
         return None
-    if Path(base_dir).is_dir():
-        return Path(base_dir)
+    if Path(base).is_dir():
+        return Path(base)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 
     for name in ('config.json', 'adapter_config.json', *TOKENIZER_FILES, *PROCESSOR_FILES):
         try:
-            cached = try_to_load_from_cache(base_dir, name)
+            cached = try_to_load_from_cache(base, name)
         except HFValidationError:  # not a valid hub name
             return None
         if isinstance(cached, str):
@@ -204,66 +204,66 @@ def base_folder(base_dir: str) -> Path | None:
     return None
 
 
-def loadable_base(base_dir: str) -> str:
+def loadable_base(base: LocatedBase | str) -> str:
     """Its name; or its absolute folder, if the name is a relative path and the process has changed its folder."""
-    if not isinstance(base_dir, LocatedBase) or not base_dir.is_path or base_dir.folder is None:
-        return base_dir
+    if not isinstance(base, LocatedBase) or not base.is_path or base.folder is None:
+        return base
     with suppress(OSError):
-        if os.path.samefile(base_dir, base_dir.folder):
-            return str(base_dir)
-    return str(base_dir.folder)
+        if os.path.samefile(base, base.folder):
+            return str(base)
+    return str(base.folder)
 
 
-def base_file(base_dir: str, name: str) -> Path | None:
+def base_file(base: LocatedBase | str, name: str) -> Path | None:
     """A file of the base model; None if it has none of this name."""
-    folder = base_folder(base_dir)
+    folder = base_folder(base)
     return folder / name if folder is not None and (folder / name).is_file() else None
 
 
-def has_base_file(base_dir: str, name: str) -> bool:
+def has_base_file(base: LocatedBase | str, name: str) -> bool:
     """Whether the base model has a file of this name, or had one when it was read earlier."""
-    return base_file(base_dir, name) is not None or (isinstance(base_dir, LocatedBase) and name in base_dir.contents)
+    return base_file(base, name) is not None or (isinstance(base, LocatedBase) and name in base.contents)
 
 
-def names_below(base_dir: str, path: str) -> list[str]:
+def names_below(base: LocatedBase | str, path: str) -> list[str]:
     """The files in a folder of the base model, or those of it that were read before the base was gone."""
-    folder = base_folder(base_dir)
+    folder = base_folder(base)
     found = [] if folder is None else sorted(one for one in folder.glob(f'{path}/*') if one.is_file())
-    known = base_dir.contents if isinstance(base_dir, LocatedBase) else ()
+    known = base.contents if isinstance(base, LocatedBase) else ()
     return [f'{path}/{one.name}' for one in found] or [name for name in known if name.startswith(f'{path}/')]
 
 
-def read_base_file(base_dir: str, name: str) -> bytes | None:
+def read_base_file(base: LocatedBase | str, name: str) -> bytes | None:
     """The content of a file of the base model, from the cache if the file is gone; None if there was no such file."""
-    return _read(base_dir, name)[0]
+    return _read(base, name)[0]
 
 
-def _read(base_dir: str, name: str) -> tuple[bytes | None, bool]:
+def _read(base: LocatedBase | str, name: str) -> tuple[bytes | None, bool]:
     """The content of a file of the base, and whether it lies in the base's folder, or is linked to the hub cache."""
-    path, found = base_file(base_dir, name), None
+    path, found = base_file(base, name), None
     if path is not None:
         home = path.parent.resolve()
         home = home.parent.parent if home.parent.name == 'snapshots' else home
         with suppress(FileNotFoundError):  # the base is being removed
             found = path.read_bytes(), path.resolve().is_relative_to(home)
-    if isinstance(base_dir, LocatedBase):
+    if isinstance(base, LocatedBase):
         if found is None:
-            return base_dir.contents.get(name, (None, False))
-        base_dir.contents[name] = found
+            return base.contents.get(name, (None, False))
+        base.contents[name] = found
     return found or (None, False)
 
 
-def base_json(base_dir: str, name: str) -> dict[str, Any]:
+def base_json(base: LocatedBase | str, name: str) -> dict[str, Any]:
     """The content of a JSON file of the base model; {} if it has none of this name."""
-    where = f'{base_folder(base_dir)}/{name}'
+    where = f'{base_folder(base)}/{name}'
     try:
-        data = read_base_file(base_dir, name)
+        data = read_base_file(base, name)
     except OSError as error:
         raise DamagedError(f'{where}: cannot be read ({error_text(error)})') from None
     return {} if data is None else strict_json.parse(data, where)
 
 
-def read_base_files(base_dir: str, names: Iterable[str]) -> dict[str, bytes]:
+def read_base_files(base: LocatedBase | str, names: Iterable[str]) -> dict[str, bytes]:
     """Those of the files that the base has: in its folder, or linked from a snapshot to the blobs of the hub cache.
 
     Args:
@@ -272,13 +272,13 @@ def read_base_files(base_dir: str, names: Iterable[str]) -> dict[str, bytes]:
     found = {}
     for name in names:
         if not Path(name).is_absolute() and '..' not in Path(name).parts:
-            content, is_inside = _read(base_dir, name)
+            content, is_inside = _read(base, name)
             if content is not None and is_inside:
                 found[name] = content
     return found
 
 
-def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+def read_base_code(base: LocatedBase | str, settings: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
     """The Python files of the base that settings name, with the files that these import and name; and missing ones.
 
     Nothing is executed. Code of another repository (``org/name--module.Class``) is left out.
@@ -288,17 +288,17 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
     """
     from transformers.dynamic_module_utils import get_relative_imports
 
-    folder = base_folder(base_dir)
+    folder = base_folder(base)
     wanted = modules_named_by(settings)
-    known = base_dir.code if isinstance(base_dir, LocatedBase) else {}
+    known = base.code if isinstance(base, LocatedBase) else {}
     asked_for = frozenset(wanted)
-    if asked_for in known and not all(base_file(base_dir, name) for name in known[asked_for][0]):
+    if asked_for in known and not all(base_file(base, name) for name in known[asked_for][0]):
         return known[asked_for]  # the base is gone
     found: dict[str, bytes] = {}
     missing = set()
     while wanted:
         name = wanted.pop()
-        code = read_base_files(base_dir, (name,))
+        code = read_base_files(base, (name,))
         if folder is None or not code:
             missing.add(name)
             continue
@@ -306,7 +306,7 @@ def read_base_code(base_dir: str, settings: Mapping[str, bytes]) -> tuple[dict[s
         imported = {f'{module}.py' for module in get_relative_imports(folder / name)}
         wanted |= imported - found.keys() - missing
         names = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
-        found.update(read_base_files(base_dir, (each for each in names if each.encode() in code[name])))
+        found.update(read_base_files(base, (each for each in names if each.encode() in code[name])))
     known[asked_for] = found, sorted(missing)
     return known[asked_for]
 
@@ -359,38 +359,38 @@ class PartAndTokenizer:
     tokenizer: Any
 
 
-def load_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
+def load_tokenizer(base: LocatedBase | str, *, trust_remote_code: bool, **options: Any) -> Any | None:
     """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
-    if not any(base_file(base_dir, name) for name in TOKENIZER_FILES):
+    if not any(base_file(base, name) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
     options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    return AutoTokenizer.from_pretrained(loadable_base(base_dir), **options)
+    return AutoTokenizer.from_pretrained(loadable_base(base), **options)
 
 
-def load_or_copy_tokenizer(base_dir: str, *, trust_remote_code: bool, **options: Any) -> Any | None:
+def load_or_copy_tokenizer(base: LocatedBase | str, *, trust_remote_code: bool, **options: Any) -> Any | None:
     """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
     try:
-        return load_tokenizer(base_dir, trust_remote_code=trust_remote_code, **options)
+        return load_tokenizer(base, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
-        settings = read_base_files(base_dir, ('tokenizer_config.json',))
+        settings = read_base_files(base, ('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
-            return CopiedTokenizer(base_dir, 'it has code of its own, which is not run')
-        if any(base_file(base_dir, name) for name in TOKENIZER_FILES[:2]):
+            return CopiedTokenizer(base, 'it has code of its own, which is not run')
+        if any(base_file(base, name) for name in TOKENIZER_FILES[:2]):
             raise
-        return CopiedTokenizer(base_dir, f'it cannot be loaded here: {error_text(error)}')
+        return CopiedTokenizer(base, f'it cannot be loaded here: {error_text(error)}')
 
 
-def load_processor(base_dir: str, *, trust_remote_code: bool) -> Any | None:
+def load_processor(base: LocatedBase | str, *, trust_remote_code: bool) -> Any | None:
     """The base's processor, or its image processor or the like; None if it has none or it cannot be loaded here."""
-    if not any(base_file(base_dir, name) for name in PROCESSOR_FILES):
+    if not any(base_file(base, name) for name in PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor
 
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
-        processor = AutoProcessor.from_pretrained(loadable_base(base_dir), **options)
+        processor = AutoProcessor.from_pretrained(loadable_base(base), **options)
     except Exception:  # of any type: custom code that is not trusted, or a package that is missing here
         return None
     # The tokenizer in it keeps this option in transformers 4.36, and would save it
