@@ -39,7 +39,7 @@ VOCABULARY_FILES = (
 TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', *VOCABULARY_FILES)
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
-#: More files of a tokenizer, which without the others are no tokenizer.
+#: More files of a tokenizer, which make no tokenizer without the files above.
 MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
 #: Files whose field ``auto_map`` may name code.
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)

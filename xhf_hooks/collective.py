@@ -1,7 +1,7 @@
-"""Agreement between ranks: an error on one rank becomes the same error on all, never a hang.
+"""Votes of ranks: an error on one rank becomes the same error on all, never a hang.
 
-Everything here runs on a separate gloo group. While one rank writes to a slow disk, the others wait on this group, with
-its own time-out, so no NCCL collective spans a disk write.
+Everything here runs on a separate gloo group. While one rank writes to a slow disk, the other ranks wait on this group,
+with its own time-out, so no NCCL collective spans a disk write.
 
 A rank that fails must do next what the other ranks do next, or they wait for it. Three rules see to that:
 
@@ -42,8 +42,8 @@ T = TypeVar('T')
 _FAILED = 2
 #: Time limit for connecting all ranks, once all have come.
 CONNECT_TIMEOUT_SECS = 120.0
-#: How long a rank that has lost contact waits for the others to connect again. Ranks in step notice it together; a rank
-#: that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
+#: How long a rank that has lost contact waits for the other ranks to reconnect. Ranks in step notice the loss together.
+#: A rank that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
 _CONNECT_AGAIN_SECS = 5.0
 _POLL_SECS = 0.0005
 #: The first waiting rank allows the others this long to register before it reports which ranks are missing.
@@ -64,7 +64,7 @@ class Collective:
     Runs on: all ranks must build it, use it and close it in the same order.
 
     Args:
-        timeout_secs: How long a rank waits for the others, for example while rank 0 writes.
+        timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
 
     Raises:
         RankLostError: A rank did not connect.
@@ -276,7 +276,7 @@ class Collective:
         Both sides must know how many bytes.
 
         Returns:
-            A function that waits until all is done. Until then nobody may touch the tensors.
+            A function that waits until all bytes have arrived. Until then the tensors must not be touched.
         """
         if not outgoing and not incoming:  # always so with a single rank, which has no group
             return lambda: None

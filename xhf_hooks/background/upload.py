@@ -218,8 +218,8 @@ def uploads_of_run(
     Raises:
         AgreedError: Rank 0 cannot write into the folder.
     """
-    newest, *others = (final.name for final in finals)
+    newest, *extra = (final.name for final in finals)
     destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
-    destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in others}
+    destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     return Uploads(destinations, log, collective.rank, n_ranks)

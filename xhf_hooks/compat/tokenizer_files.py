@@ -135,7 +135,7 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
     return as_saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
-def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -> _Files:
+def _of_processor(tokenizer: Any, files: _Files, base_dir: str, folder: Path) -> _Files:
     """A processor's files besides its tokenizer's: those of its base, if it was not changed.
 
     Where it was, and the base has the files that transformers 4 reads and 5 no longer writes, they get what changed.
@@ -148,13 +148,13 @@ def _of_processor(tokenizer: Any, others: _Files, base_dir: str, folder: Path) -
     with contextlib.suppress(Exception):  # any failure counts as another processor
         base = AutoProcessor.from_pretrained(loadable_base(base_dir), local_files_only=True)
     if base is None or _is_custom(base):
-        return _with_older_files(others, {}, base_dir)
+        return _with_older_files(files, {}, base_dir)
     saved, own = (_saved_if_it_can(one, folder) for one in (base, getattr(base, 'tokenizer', None)))
     before = _besides(saved, own) if saved is not None and own is not None else {}
-    return read_base_files(base_dir, _OF_PROCESSOR) if before == others else _with_older_files(others, before, base_dir)
+    return read_base_files(base_dir, _OF_PROCESSOR) if before == files else _with_older_files(files, before, base_dir)
 
 
-def _with_older_files(others: _Files, before: _Files, base_dir: str) -> _Files:
+def _with_older_files(files: _Files, before: _Files, base_dir: str) -> _Files:
     """The files of a processor, with its parts in files of their own where its base has these, as transformers 4 has.
 
     They are the base's with the fields that changed. transformers 4.48 cannot read them in processor_config.json.
@@ -162,18 +162,18 @@ def _with_older_files(others: _Files, before: _Files, base_dir: str) -> _Files:
     Args:
         before: What the base's processor saves; what is not known of it counts as changed.
     """
-    now, then = (json.loads(files.get(PROCESSOR, b'{}')) for files in (others, before))
+    now, then = (json.loads(each.get(PROCESSOR, b'{}')) for each in (files, before))
     older = {}
     for name, parts in _PARTS.items():
         part = next((part for part in parts if part in now), None)
-        found = read_base_files(base_dir, (name,)) if name not in others else {}
+        found = read_base_files(base_dir, (name,)) if name not in files else {}
         if part is None or not found:
             continue
         known, fields = then.get(part, {}), now.pop(part)
         changed = {field: value for field, value in fields.items() if field not in known or known[field] != value}
         removed = [field for field in known if field not in fields]
         older[name] = _json_bytes(_without(json.loads(found[name]), *removed) | changed)
-    return {**others, **older, PROCESSOR: _json_bytes(now)} if older else others
+    return {**files, **older, PROCESSOR: _json_bytes(now)} if older else files
 
 
 def _json_bytes(fields: Mapping[str, Any]) -> bytes:

@@ -217,7 +217,7 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
 
 
 def loaded_without_device_map(
-    load: Callable[[], tuple[Any, Any]], held: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
+    load: Callable[[], tuple[Any, Any]], given: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
 ) -> tuple[Any, Any] | None:
     """What ``loading_check.load_and_tell`` returns; None where that fails, too.
 
@@ -226,7 +226,7 @@ def loaded_without_device_map(
 
     Args:
         load: Calls ``load_and_tell``.
-        held: Names of the tensors that it is given.
+        given: Names of the tensors that it is given.
         on_meta: Ways to build a model on the meta device, of which the first that works is taken.
     """
     for context in on_meta:
@@ -235,7 +235,7 @@ def loaded_without_device_map(
             ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
             listed = model.state_dict().keys()  # which a class may override
             named = (names for _, names in names_by_identity(model) if not listed.isdisjoint(names))
-            missing = (names[0] for names in named if held.isdisjoint(names))
+            missing = (names[0] for names in named if given.isdisjoint(names))
             problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
             return model, problems
     return None

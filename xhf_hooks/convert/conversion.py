@@ -89,23 +89,23 @@ class Conversion:
         self._checkpoint, self._options = checkpoint, options
         found = checkpoint.found
         named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
-        held, beside = _by_name(named.tensors), adapter_of_trainer(found)
+        stored, trainer_files = _by_name(named.tensors), adapter_of_trainer(found)
         self._config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
         self._meta_model = build_meta_model(
             self._config,
             found,
-            {**beside, **held},
+            {**trainer_files, **stored},
             base=options.base,
             module=options.module,
             notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
-        held |= _by_name(frozen_only(module, beside, held.keys()))
-        dtype = self._dtype_of_frozen(held)
+        stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
+        dtype = self._dtype_of_frozen(stored)
         has_recorded_trained = checkpoint.trained is not None
-        match = match_checkpoint(self._meta_model, held, dtype, has_recorded_trained=has_recorded_trained)
-        _forget_quantizers(module, held)
+        match = match_checkpoint(self._meta_model, stored, dtype, has_recorded_trained=has_recorded_trained)
+        _forget_quantizers(module, stored)
         self._exporter = exporter_for(
             module,
             options.module,
@@ -142,12 +142,12 @@ class Conversion:
         if left_out := [name for name in self._exporter.left_out if name not in match.lacking]:
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
-    def _dtype_of_frozen(self, held: Mapping[str, StoredTensor]) -> str | None:
+    def _dtype_of_frozen(self, stored: Mapping[str, StoredTensor]) -> str | None:
         """The dtype that training gave to weights of the base; None if that is not known."""
         module = self._meta_model.module
         if self._checkpoint.trained_dtype is not None or not adapters_in(module):
             return self._checkpoint.trained_dtype
-        return dtype_of_frozen(self._config, held, frozen_in(module, held))
+        return dtype_of_frozen(self._config, stored, frozen_in(module, stored))
 
     def _judge_frozen(self, of_base: Mapping[str, StoredTensor], *, is_dtype_known: bool) -> list[str]:
         """Notes on weights of the base that training had otherwise.
@@ -321,9 +321,9 @@ def _by_name(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     return {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
 
 
-def _forget_quantizers(module: nn.Module, held: Mapping[str, StoredTensor]) -> None:
+def _forget_quantizers(module: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     """A base's config may name a quantizer that training did without: then the checkpoint has all its weights."""
-    floats = {name for name, tensor in held.items() if is_float(tensor.dtype)}
+    floats = {name for name, tensor in stored.items() if is_float(tensor.dtype)}
     for path, part in module.named_modules():
         if hasattr(getattr(part, 'config', None), 'quantization_config'):
             names = (f'{path}.{name}'.removeprefix('.') for name, _ in part.named_parameters())
@@ -340,11 +340,11 @@ def describe_checkpoint(source: CheckpointSource) -> list[str]:
     """What a checkpoint holds, and what its files cannot prove, as text."""
     specs, fields = source.specs(), source.manifest_fields
     iteration = 'unknown' if source.iteration is None else source.iteration
-    held = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]
-    held += [f'the {fields["weights"]} weights'] if source.averages else []
+    details = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]
+    details += [f'the {fields["weights"]} weights'] if source.averages else []
     return [
         f'found {source.found.path}: {fields["layout"]}, {engine_text(fields)}, iteration {iteration}, '
-        f'{counted(len(specs), "tensor")} ({", ".join(held)}), {size_text(source.found.nbytes)}',
+        f'{counted(len(specs), "tensor")} ({", ".join(details)}), {size_text(source.found.nbytes)}',
         *source.unproven,
     ]
 

@@ -62,7 +62,7 @@ class Exporter(ABC):
         return False
 
     def look_for_left_out(self, model: nn.Module) -> bool:
-        """Renew :attr:`left_out_trained`; returns whether there are any, and others than before. Runs on: all ranks.
+        """Renew :attr:`left_out_trained`; returns whether it has changed to a new list of names.
 
         Args:
             model: The trained model, whose names are those of the source.

@@ -1,4 +1,4 @@
-"""Tensors that are computed from others, such as merged LoRA weights.
+"""Tensors that are computed from several tensors, such as merged LoRA weights.
 
 A computed tensor replaces one of its inputs: it is named, compared, converted and planned like any other, and the last
 step adds the other inputs to its entries.

@@ -71,8 +71,10 @@ def load_empty(
         try:
             model, problems = load(device_map={'': 'meta'})
         except Exception:  # of any type, from custom code; raised again if the other way fails, too
-            held = {place.hf_name for place in placements}
-            loaded = loaded_without_device_map(load, held, (partial(torch.device, 'meta'), tensors_of_modules_on_meta))
+            planned_names = {place.hf_name for place in placements}
+            loaded = loaded_without_device_map(
+                load, planned_names, (partial(torch.device, 'meta'), tensors_of_modules_on_meta)
+            )
             if loaded is None:
                 raise
             model, problems = loaded

@@ -1,1 +1,1 @@
-"""Frontends for trainers other than MMEngine, and for a loop of your own. The others need the package in their name."""
+"""Frontends for other trainers than MMEngine, each of which needs its trainer's package, and for a loop of your own."""

@@ -235,9 +235,9 @@ def _sizes(config: PretrainedConfig) -> tuple[Any, ...]:
 
 def _differing(config: Any, of_base: Any) -> list[str]:
     """Fields in which two configs differ, other than those that every save writes anew."""
-    mine, others = config.to_dict(), of_base.to_dict()
+    own, other = config.to_dict(), of_base.to_dict()
     anew = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
-    return [name for name in {**others, **mine} if name not in anew and mine.get(name) != others.get(name)]
+    return [name for name in {**other, **own} if name not in anew and own.get(name) != other.get(name)]
 
 
 def _take_generation_config(meta_model: MetaModel, model: nn.Module, found: FoundCheckpoint, given: str | None) -> None:

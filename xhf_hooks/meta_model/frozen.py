@@ -30,7 +30,9 @@ def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield from ((name, str(init)) for name in names if '.base_layer.' in name)
 
 
-def dtype_of_frozen(config: RunConfig | None, stored: Mapping[str, StoredTensor], held: Collection[str]) -> str | None:
+def dtype_of_frozen(
+    config: RunConfig | None, stored: Mapping[str, StoredTensor], frozen_names: Collection[str]
+) -> str | None:
     """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing shows it.
 
     It is that of frozen weights in the checkpoint; else that in the run's config, with which the model was loaded; else
@@ -38,9 +40,9 @@ def dtype_of_frozen(config: RunConfig | None, stored: Mapping[str, StoredTensor]
 
     Args:
         stored: The tensors of the checkpoint, by each of their names.
-        held: Names of those that are frozen.
+        frozen_names: Names of the frozen tensors.
     """
-    frozen = Counter(stored[name].dtype for name in held if is_float(stored[name].dtype))
+    frozen = Counter(stored[name].dtype for name in frozen_names if is_float(stored[name].dtype))
     if frozen:
         return frozen.most_common(1)[0][0]
     model = {} if config is None or config.model is None else config.model

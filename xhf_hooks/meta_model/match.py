@@ -93,23 +93,23 @@ def match_checkpoint(
             del unexpected[name]
     other_shape = list[str]()
     for tensor, names in names_by_identity(meta_model.module):
-        held = list(dict.fromkeys(stored[name] for name in names if name in stored))
+        matching = list(dict.fromkeys(stored[name] for name in names if name in stored))
         for name in names:
             unexpected.pop(name, None)
         base = meta_model.base_of(tensor)
-        is_lent = not held and base is not None and (has_recorded_trained or base.is_frozen(tensor))
-        found = held[0] if held else None
+        is_lent = not matching and base is not None and (has_recorded_trained or base.is_frozen(tensor))
+        found = matching[0] if matching else None
         if is_lent and base is not None:
             found = _lent_by(base, tensor, trained_dtype)
-        _require_equal(held, meta_model)
+        _require_equal(matching, meta_model)
         if found is not None and found.shape == tuple(tensor.shape):
-            # In place, to keep ties by identity. Some classes make tensors on the CPU, which cannot become others
+            # In place, to keep ties by identity. Some classes make tensors on the CPU, which cannot move there
             tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device=tensor.device)
             match.tensors[names[0]] = replace(found, name=names[0], aliases=tuple(names[1:]))
             if is_lent and base is not None:
                 match.lent[names[0]] = base.folder
             continue
-        if held and found is not None:
+        if matching and found is not None:
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
         elif is_lent and base is not None:
             match.refused[names[0]] = base.why_not_lent(found, tuple(tensor.shape))
@@ -159,13 +159,13 @@ def require_all(match: Match, read: Collection[str], meta_model: MetaModel, not_
     )
 
 
-def _require_equal(held: Sequence[StoredTensor], meta_model: MetaModel) -> None:
+def _require_equal(matching: Sequence[StoredTensor], meta_model: MetaModel) -> None:
     """Require that tied tensors are stored once or are equal (runs on GPUs store equal copies)."""
-    for other in held[1:]:
-        if not is_same_value(held[0], other):
+    for other in matching[1:]:
+        if not is_same_value(matching[0], other):
             raise BaseModelError(
-                f'the model of {meta_model.described_by} ties {held[0].name} and {other.name}, but they differ in the '
-                f'checkpoint; set tie_word_embeddings to false in the config.json that --base names'
+                f'the model of {meta_model.described_by} ties {matching[0].name} and {other.name}, but they differ in '
+                f'the checkpoint; set tie_word_embeddings to false in the config.json that --base names'
             )
 
 

@@ -65,13 +65,13 @@ def _load_by_name(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) ->
     known = {name for name, _ in model.named_buffers()}  # older versions stored some that are not persistent now
     for tensor, names in names_by_identity(model):
         known.update(names)
-        held = [name for name in names if name in stored]
-        if not held:
+        matching = [name for name in names if name in stored]
+        if not matching:
             problems['missing'].append(names[0])
-        elif tuple(tensor.shape) != tuple(stored[held[0]].shape):
+        elif tuple(tensor.shape) != tuple(stored[matching[0]].shape):
             problems['of other shape'].append(names[0])
         else:
-            sources[names[0]] = (held[0],)
+            sources[names[0]] = (matching[0],)
     problems['unexpected'] = [name for name in stored if name not in known]
     for problem in ('missing', 'unexpected'):
         ignored = getattr(model, f'_keys_to_ignore_on_load_{problem}', None) or ()

@@ -87,8 +87,8 @@ def find_run_config(
         candidates, notes = _configs_beside(checkpoint, notes)
     if not candidates:
         return None, notes
-    chosen, *others = candidates
-    for other in others:
+    chosen, *further = candidates
+    for other in further:
         fields, other_fields = ({name: one.fields.get(name) for name in _COMPARED} for one in (chosen, other))
         difference = _first_difference(fields, other_fields)
         if difference is not None:

@@ -51,10 +51,12 @@ def adapter_of_trainer(found: FoundCheckpoint) -> dict[str, StoredTensor]:
     return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / _ADAPTER_WEIGHTS)}
 
 
-def frozen_only(module: nn.Module, beside: Mapping[str, StoredTensor], stored: Collection[str]) -> list[StoredTensor]:
+def frozen_only(
+    module: nn.Module, trainer_files: Mapping[str, StoredTensor], stored: Collection[str]
+) -> list[StoredTensor]:
     """Those of the tensors that the checkpoint lacks, such as resized embeddings.
 
     Frozen ones alone: of every step they are the same, and peft writes them under their own names.
     """
-    frozen = frozen_in(module, beside)
-    return [tensor for name, tensor in beside.items() if name in frozen and name not in stored]
+    frozen = frozen_in(module, trainer_files)
+    return [tensor for name, tensor in trainer_files.items() if name in frozen and name not in stored]

@@ -232,8 +232,8 @@ def other_version_remedy(models: Sequence[nn.Module]) -> str:
 
     installed = transformers.__version__
     wrote = {getattr(getattr(model, 'config', None), 'transformers_version', None) for model in models}
-    others = sorted(version for version in wrote if isinstance(version, str) and version != installed)
-    which = f"{others[0]}', which wrote its config.json" if others else "VERSION'"
+    versions = sorted(version for version in wrote if isinstance(version, str) and version != installed)
+    which = f"{versions[0]}', which wrote its config.json" if versions else "VERSION'"
     return (
         f'. If it does, the names in the checkpoint are of another transformers than {installed}: pip install '
         f"'transformers=={which}, or convert where the run was trained; or they are a trainer's own, as of torchtitan, "
@@ -253,8 +253,8 @@ def untie_embeddings(config: PretrainedConfig, model: PreTrainedModel, stored: M
     if embedding is None or output_embedding(model) is not embedding:
         return False
     names = next((names for tensor, names in names_by_identity(model) if tensor is embedding), [])
-    held = list(dict.fromkeys(stored[name] for name in names if name in stored))
-    if all(is_same_value(held[0], other) for other in held[1:]):
+    matching = list(dict.fromkeys(stored[name] for name in names if name in stored))
+    if all(is_same_value(matching[0], other) for other in matching[1:]):
         return False
     for part in (config, text_config(config)):
         part.tie_word_embeddings = False
@@ -269,8 +269,8 @@ def _change_vocabulary(config: PretrainedConfig, n_more: int) -> None:
         text = parts[0]
     size = getattr(text, 'vocab_size', None)
     if type(size) is int:
-        others = [name for name, value in vars(text).items() if name.endswith('_vocab_size') and value == size]
-        for name in ('vocab_size', *others):
+        same_size = [name for name, value in vars(text).items() if name.endswith('_vocab_size') and value == size]
+        for name in ('vocab_size', *same_size):
             setattr(text, name, size + n_more)
         if vars(config).get('vocab_size') == size:  # LLaVA's of transformers 4.36 has that of its text model, too
             config.vocab_size = size + n_more

@@ -240,9 +240,9 @@ class StoredSaves:
                 self.store.delete([f'{prefix}/{name}' for name in (*content.files, MANIFEST_NAME)])
             raise
         step = {'unit': content.step.unit, 'number': content.step.number}
-        others = {key: names for key, names in pointer.unfinished.items() if key != prefix}
+        unfinished = {key: names for key, names in pointer.unfinished.items() if key != prefix}
         saves = (*pointer.saves, prefix)
-        pointer = replace(pointer, newest=prefix, saves=saves, step=step, writing=None, unfinished=others)
+        pointer = replace(pointer, newest=prefix, saves=saves, step=step, writing=None, unfinished=unfinished)
         self._in_doubt = prefix
         self._write(self._without_outdated(pointer))
         self._in_doubt, self._has_published = None, True
@@ -316,8 +316,8 @@ class StoredSaves:
         if found is None or found.run == self.run:  # somebody may have deleted it
             return found or known
         base = known if self._has_published else found
-        others = {save: self._files_of(save) for save in found.saves if save not in base.saves}
-        unfinished = {**others, **found.unfinished, **known.unfinished}
+        of_other_run = {save: self._files_of(save) for save in found.saves if save not in base.saves}
+        unfinished = {**of_other_run, **found.unfinished, **known.unfinished}
         unfinished = {prefix: files for prefix, files in unfinished.items() if prefix not in base.saves}
         pointer = replace(base, unfinished=unfinished)
         if self._has_published:

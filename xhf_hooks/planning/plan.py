@@ -44,7 +44,7 @@ class SavePlan:
     def reads(self) -> tuple[TensorSpec, ...]:
         """The source tensors that a save reads, each once, in the order of the plan."""
         in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
-        sent = (portion.read for at_once in self.rounds for portion in at_once.portions)
+        sent = (portion.read for one_round in self.rounds for portion in one_round.portions)
         return tuple({spec.name: spec for spec in (*sent, *in_groups)}.values())
 
     @property
@@ -54,7 +54,7 @@ class SavePlan:
 
     @property
     def placements(self) -> list[Placement]:
-        sent = (portion.placement for at_once in self.rounds for portion in at_once.portions if portion.number == 0)
+        sent = (portion.placement for one_round in self.rounds for portion in one_round.portions if portion.number == 0)
         in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
         return [*sent, *in_groups, *(one.placement for one in self.copied)]
 

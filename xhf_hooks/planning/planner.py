@@ -231,8 +231,8 @@ def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group
 def describe_plan(plan: SavePlan) -> list[str]:
     """The records of the plan as lines, for its digest, and for reporting the first difference between two ranks."""
     records: list[Any] = [*plan.files, *plan.sliced]
-    for at_once in plan.rounds:
-        records += ['round', *at_once.portions]
+    for one_round in plan.rounds:
+        records += ['round', *one_round.portions]
     for bucket in plan.buckets:
         records += ['bucket', *bucket.groups]
     records += plan.copied

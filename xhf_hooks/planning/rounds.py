@@ -1,4 +1,4 @@
-"""What ranks send each other: portions of their slices, round by round."""
+"""What ranks send each other: their slices of placements, round by round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar('T')
 
 @dataclass(frozen=True)
 class Portion:
-    """What is sent to the owner of an output tensor in one round: part ``number`` of ``count`` of each rank's elements.
+    """A placement with the elements that each rank holds of it: part ``number`` of ``count`` of them, for one round.
 
     Attributes:
         read: The source tensor that contains the output's elements.
@@ -32,10 +32,10 @@ class Portion:
 
     def held_by(self, rank: int) -> range:
         """The elements of the placement that a rank sends."""
-        held = self.spread.held_by(rank)
+        elements = self.spread.held_by(rank)
         if self.count == 1:
-            return held
-        start, end = (held.start + len(held) * part // self.count for part in (self.number, self.number + 1))
+            return elements
+        start, end = (elements.start + len(elements) * part // self.count for part in (self.number, self.number + 1))
         return range(start, end)
 
     def nbytes_of(self, rank: int) -> int:
@@ -82,15 +82,15 @@ class Round:
         """What an owner receives: from each rank, elements of portions, in the order of that rank's message."""
         for portion in self.for_owner(owner):
             for sender in portion.spread.holders:
-                held = portion.held_by(sender)
-                if held and sender != owner:
-                    yield sender, portion, held
+                elements = portion.held_by(sender)
+                if elements and sender != owner:
+                    yield sender, portion, elements
 
     def incoming(self, owner: int) -> dict[int, int]:
         """Sending rank to the bytes of its message to ``owner``."""
         nbytes: Counter[int] = Counter()
-        for sender, portion, held in self.arriving(owner):
-            nbytes[sender] += len(held) * portion.width
+        for sender, portion, elements in self.arriving(owner):
+            nbytes[sender] += len(elements) * portion.width
         return dict(nbytes)
 
     def most_incoming_nbytes(self, owner: int) -> int:

@@ -97,7 +97,7 @@ def on_one_rank(numel: int, rank: int, world_size: int) -> Spread:
 
 
 def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: int, skipped: int = 0) -> Spread | None:
-    """The spread of elements that are split along some dimensions of a mesh of all ranks, and copied along the others.
+    """The spread of elements that are split along some dimensions of a mesh of all ranks, and replicated along others.
 
     Args:
         splits: Stride, size and part of each dimension (:class:`Axis`), the outermost split first.

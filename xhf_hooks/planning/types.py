@@ -98,7 +98,7 @@ class ExportEntry:
     Attributes:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
             source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
-        storage: Outputs with the same one go into one file, as in ``save_pretrained``; None if there are no others.
+        storage: Outputs with the same storage go into one file, as in ``save_pretrained``; None if no output shares it.
         copied_from: Bytes of the base model's files that are copied as they are; then ``reads`` is empty. None if the
             entry is made of source tensors.
     """

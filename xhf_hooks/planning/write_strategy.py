@@ -1,4 +1,4 @@
-"""Who writes what: the values of the option ``writer``, an input of the plan."""
+"""Which rank writes what: the values of the option ``writer``, an input of the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class WriteStrategy(Enum):
-    """Which rank writes which bytes, and how it gets those of others."""
+    """Which rank writes which bytes, and how it gets the bytes that other ranks hold."""
 
     #: Every rank writes its own slices at their places in the files: no gather, no copy, no network. Only tensors that
     #: must be complete before they are written are gathered: merged ones, or those on NVMe.

@@ -93,7 +93,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
 
 
 def occasions_of(
-    options: RunOptions | CallOptions, schedule: str | None, others: Mapping[str, CheckpointFolder]
+    options: RunOptions | CallOptions, schedule: str | None, extra_targets: Mapping[str, CheckpointFolder]
 ) -> list[str]:
     """Everything that triggers a save, for the log."""
     found = [] if schedule is None else [schedule]
@@ -101,7 +101,7 @@ def occasions_of(
         found.append(f'{options.interval_minutes:g} minutes after the last save')
     if options.save_last:
         found.append('at the end of training')
-    found += [f'at a new best score ({target.name})' for target in others.values()]
+    found += [f'at a new best score ({target.name})' for target in extra_targets.values()]
     if options.save_on_signal:
         found.append(f'on {" or ".join(options.save_on_signal)}')
     return found

@@ -39,7 +39,7 @@ from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
-from xhf_hooks.sources.replicated import checksum_held, require_equal
+from xhf_hooks.sources.replicated import checksum_local_elements, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.files import naming
 from xhf_hooks.writers.output_file import FileIdentity
@@ -203,7 +203,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now."""
         source = source_for(self._unwrapped.root)
-        return checksum_held(source, source.specs(), self.collective)
+        return checksum_local_elements(source, source.specs(), self.collective)
 
     def close(self) -> None:
         """End threads, free host memory, destroy the process group of background saves. No save may be in flight."""

@@ -1,4 +1,4 @@
-"""Sources of tensors: of models whose parameters are whole on every rank, and the base class of the others."""
+"""Sources of tensors: of models whose parameters are whole on every rank, and the base class of other sources."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Source:
         return any(tensor.device.type != 'cpu' for tensor in self._tensors.values())
 
     def synchronize(self) -> None:
-        """Wait until the model's devices are done with what training has queued, on the user's own streams, too."""
+        """Wait until the model's devices have finished the queued work of training, also on the user's own streams."""
         synchronize({tensor.device for tensor in self._tensors.values()})
 
     def require_readable(self, names: Collection[str]) -> None:
@@ -149,8 +149,10 @@ class Source:
         """
         fragments = {spec.name: self._tensors[spec.name] for spec in specs if spec.from_master}
         found = spread_of_fragments(fragments, collective)
-        others = ((spec.name, self._once_spread_of(self._tensors[spec.name])) for spec in specs if not spec.from_master)
-        return found | {name: spread for name, spread in others if spread is not None}
+        of_weights = (
+            (spec.name, self._once_spread_of(self._tensors[spec.name])) for spec in specs if not spec.from_master
+        )
+        return found | {name: spread for name, spread in of_weights if spread is not None}
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
@@ -172,7 +174,7 @@ class Source:
             self._spreads[id(tensor)] = self._spread_of(tensor)
         return self._spreads[id(tensor)]
 
-    def _held(self, tensor: torch.Tensor) -> range:
+    def _local_range(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a sliced tensor."""
         spread = self._once_spread_of(tensor)
         return range(0) if spread is None else spread.held_by(self._rank, with_replicas=True)
@@ -218,10 +220,10 @@ class Source:
         """Whole tensors by name. Runs on: all ranks, with the same specs.
 
         The tensors may alias live memory, so callers must not write to them. They are valid until training goes on,
-        and need no rank to stay where it gathered: while one waits for its disk, the others may be anywhere.
+        and need no rank to stay where it gathered: while one waits for its disk, the other ranks may be anywhere.
 
         Args:
-            wanted: The names that this rank receives. For the others, it only takes part in gathering.
+            wanted: The names that this rank receives. For other names, it only takes part in gathering.
         """
         read = {}
         for spec in specs:

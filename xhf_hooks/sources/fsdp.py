@@ -78,13 +78,13 @@ class Fsdp2Source(Source):
         tensor = self._tensors[spec.name]
         if _is_whole(tensor):
             return super().local_elements(spec)
-        local, held = tensor.to_local().detach(), self._held(tensor)  # detaching a DTensor takes longer
-        if local.shape[1:] != tensor.shape[1:] or local.numel() != len(held):
+        local, expected = tensor.to_local().detach(), self._local_range(tensor)  # detaching a DTensor takes longer
+        if local.shape[1:] != tensor.shape[1:] or local.numel() != len(expected):
             raise TensorError(
-                f'{spec.name}: expected rows with elements {held.start} to {held.stop} of {tuple(tensor.shape)} on '
-                f'rank {self._rank}, found a shard of shape {tuple(local.shape)}'
+                f'{spec.name}: expected rows with elements {expected.start} to {expected.stop} of '
+                f'{tuple(tensor.shape)} on rank {self._rank}, found a shard of shape {tuple(local.shape)}'
             )
-        return LocalElements(held.start, local.reshape(-1))
+        return LocalElements(expected.start, local.reshape(-1))
 
     def _gather(self, spec: TensorSpec) -> torch.Tensor:
         tensor = self._tensors[spec.name].detach()

@@ -86,7 +86,7 @@ class SnapshotMemory:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all that the devices were given to do, on every stream. The host's is done already."""
+    """Wait until devices have finished their work, on every stream. Work of the host is finished already."""
     for device in devices:
         if device.type not in ('cpu', 'meta'):
             device_module(device).synchronize(device)

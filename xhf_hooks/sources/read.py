@@ -23,7 +23,7 @@ from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
 _PART_NUMEL = 4 * 2**20
-#: Ranks vote once per this many buckets. Until then a rank that has failed keeps gathering for the others.
+#: Ranks vote once per this many buckets. Until then a rank that has failed keeps gathering for the other ranks.
 BUCKETS_PER_VOTE = 64
 #: Freed memory is kept for reuse, which is faster, and returned to the system once per this many buckets.
 _SPARE_BUCKETS = 3
@@ -98,8 +98,8 @@ class SliceReader:
         if self._last is None or self._last[0] != spec.name:
             self._last = spec.name, self._source.local_elements(spec)
         own = self._last[1]
-        held, first = portion.spread.held_by(self._rank), portion.placement.source_range.start
-        start, end = held.start + first, held.stop + first
+        elements, first = portion.spread.held_by(self._rank), portion.placement.source_range.start
+        start, end = elements.start + first, elements.stop + first
         found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
         if start < found.start or end > found.stop or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:
             raise TensorError(

@@ -68,13 +68,13 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
     raise RanksDifferError(difference)
 
 
-def checksum_held(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> int:
-    """One checksum of all that this rank holds of these tensors. Runs on: all ranks, each with its own result.
+def checksum_local_elements(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> int:
+    """One checksum of the elements of these tensors that this rank holds. Runs on: all ranks, each with its own result.
 
     Without what a rank does not hold as consecutive elements, such as columns of a matrix.
     """
-    held = source.spread(specs, collective)
-    return crc32(_checksums_of([spec for spec in specs if spec.name in held], source).tobytes())
+    spreads = source.spread(specs, collective)
+    return crc32(_checksums_of([spec for spec in specs if spec.name in spreads], source).tobytes())
 
 
 def _describe_difference(differing: Sequence[str], n_tensors: int, odd: Mapping[int, int]) -> str:

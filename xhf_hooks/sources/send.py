@@ -8,8 +8,8 @@ Tensors that every rank has whole are not sent: their owner reads its own copy, 
 time (2 and 4 ranks, one machine). In background saves they are sent as well, a share by each rank, so that training
 stops only while each rank copies its share.
 
-Messages pass through host memory and gloo, whatever the device: if a rank dies, NCCL's watchdog kills the others, which
-should get an error instead.
+Messages pass through host memory and gloo, whatever the device: if a rank dies, NCCL's watchdog kills the other ranks,
+which should get an error instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent
 
 #: Ranks vote once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_VOTE = 64
-#: Receive buffers: one is being filled while the others wait for the disk.
+#: Receive buffers: one is being filled while the other two wait for the disk.
 _BUFFERS = 3
 
 #: Called with a round and an owner; reads this rank's slices for that owner, in the order of the message.
@@ -46,7 +46,7 @@ class SliceSender:
 
     Args:
         read: Does not communicate. Its errors are remembered.
-        pinned: They are on a device.
+        pinned: Whether the slices are on a device, so that buffers in pinned memory are faster.
     """
 
     def __init__(self, plan: SavePlan, read: ReadSlices, collective: Collective, *, pinned: bool = False) -> None:
@@ -61,7 +61,7 @@ class SliceSender:
         self._packed: list[torch.Tensor] = []
 
     def chunks(self) -> Generator[Chunk, None, None]:
-        """Yield what this rank writes, from its own slices and those of others. Runs on: all ranks, to the end.
+        """Yield what this rank writes, from its own slices and those of other ranks. Runs on: all ranks, to the end.
 
         Failures here are remembered, and so must be those of the caller.
 
@@ -107,9 +107,9 @@ class SliceSender:
             yield from self._written_here(numbers[-1], arrived)
 
     def _make_buffers(self) -> None:
-        self._pool = BufferPool(max(at_once.most_incoming_nbytes(self._rank) for at_once in self._rounds), _BUFFERS)
+        self._pool = BufferPool(max(one_round.most_incoming_nbytes(self._rank) for one_round in self._rounds), _BUFFERS)
         self._room = torch.from_numpy(self._pool.take())
-        most_outgoing = max(sum(at_once.outgoing(self._rank).values()) for at_once in self._rounds)
+        most_outgoing = max(sum(one_round.outgoing(self._rank).values()) for one_round in self._rounds)
         self._packed = [host_memory(most_outgoing, pinned=self._pinned) for _ in range(2)]
 
     def _pack(self, number: int, nbytes_of: Mapping[int, int]) -> None:
@@ -125,11 +125,11 @@ class SliceSender:
         if self._collective.is_failing:
             return
         yield from self._read(number, self._rank, in_host_memory)
-        done = dict.fromkeys(arrived, 0)
-        for sender, portion, held in self._rounds[number].arriving(self._rank):
-            start, done[sender] = done[sender], done[sender] + len(held) * portion.width
-            data = arrived[sender][start : done[sender]].numpy().data
-            yield Chunk(portion.placement, data, held.start * portion.width)
+        n_read = dict.fromkeys(arrived, 0)  # bytes of each message
+        for sender, portion, elements in self._rounds[number].arriving(self._rank):
+            start, n_read[sender] = n_read[sender], n_read[sender] + len(elements) * portion.width
+            data = arrived[sender][start : n_read[sender]].numpy().data
+            yield Chunk(portion.placement, data, elements.start * portion.width)
 
 
 def _fill(message: torch.Tensor, read: Callable[[ToHost], Iterable[Chunk]]) -> None:
@@ -198,9 +198,9 @@ class Snapshot:
         with torch.no_grad(), collective.stage('snapshot'):
             memory.clear()
             reader = SliceReader(source)
-            for number, at_once in enumerate(plan.rounds):
-                for owner in at_once.owners:
-                    self._slices[number, owner] = [*reader.read(at_once.message(collective.rank, owner), hold)]
+            for number, one_round in enumerate(plan.rounds):
+                for owner in one_round.owners:
+                    self._slices[number, owner] = [*reader.read(one_round.message(collective.rank, owner), hold)]
         with collective.stage('snapshot'):
             self._chunks += unsent(plan, source, collective, hold)
             memory.synchronize()

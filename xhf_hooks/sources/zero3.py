@@ -66,9 +66,9 @@ class Zero3Source(Source):
         tensor = self._tensors[spec.name]
         if not _is_partitioned(tensor):
             return super().local_elements(spec)
-        held = self._held(tensor)
+        expected = self._local_range(tensor)
         # The last partitions of a parameter are padded
-        return LocalElements(held.start, self._partition(spec)[: len(held)])
+        return LocalElements(expected.start, self._partition(spec)[: len(expected)])
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -98,13 +98,13 @@ class Zero3Source(Source):
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         by_us = [spec for spec in specs if self._is_gathered_by_us(spec)]
-        others = {spec.name: self._tensors[spec.name] for spec in specs if not self._is_gathered_by_us(spec)}
+        remaining = {spec.name: self._tensors[spec.name] for spec in specs if not self._is_gathered_by_us(spec)}
         # A parameter that is already whole (a persistent one of a model without optimizer) must stay whole:
         # GatheredParameters would partition it on exit
         partitioned = {
-            n: t for n, t in others.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
+            n: t for n, t in remaining.items() if _is_partitioned(t) and t.ds_status != ZeroParamStatus.AVAILABLE
         }
-        read = {n: t.data for n, t in others.items() if n in wanted and n not in partitioned}
+        read = {n: t.data for n, t in remaining.items() if n in wanted and n not in partitioned}
         with deepspeed.zero.GatheredParameters(list(partitioned.values())):
             _wait_until_arrived(partitioned.values())
             # Stays when the parameter is freed. Nothing may wait inside: with enable_sanity_checks the exit all-reduces
@@ -117,9 +117,9 @@ class Zero3Source(Source):
     def _gather_partitions(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Fp32 masters, and parameters on NVMe, for which DeepSpeed may not have enough buffers.
 
-        A rank that cannot read its partition takes part anyway, and raises afterwards: otherwise the others would wait
-        for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used, since it returns nothing for an
-        optimizer that is swapped to NVMe in a pipeline.
+        A rank that cannot read its partition takes part anyway, and raises afterwards: otherwise the other ranks would
+        wait for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used, since it returns nothing for
+        an optimizer that is swapped to NVMe in a pipeline.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -172,7 +172,7 @@ class Zero3Source(Source):
         group, _, _ = optimizer.grad_position[optimizer.get_param_id(tensor)]
         if _is_on_nvme(tensor) or optimizer._swappable_optimizer_subgroup(group):
             return None
-        numel = len(self._held(tensor))  # without padding
+        numel = len(self._local_range(tensor))  # without padding
         return tensor.ds_tensor.detach().reshape(-1)[:numel], _master(tensor).reshape(-1)[:numel]
 
     def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The version of this package, and the oldest versions of others that work."""
+"""The version of this package, and the oldest versions of other packages that work."""
 
 from __future__ import annotations
 

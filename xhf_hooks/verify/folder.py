@@ -72,15 +72,15 @@ def _describe(check: FolderCheck) -> str:
         if isinstance(architectures, list) and architectures:
             name = str(architectures[0])
     dtypes = Counter(entry.dtype for header in check.headers.values() for entry in header.entries)
-    held = [f'{n} {dtype}' for dtype, n in dtypes.items()]
+    details = [f'{n} {dtype}' for dtype, n in dtypes.items()]
     if check.manifest is not None:
         step, manifest_fields = check.manifest.step, check.manifest.manifest_fields
-        held += [
+        details += [
             f'{step.unit} {step.number}',
             f'{manifest_fields.get("weights", "live")} weights',
             engine_text(manifest_fields),
         ]
-    return ', '.join([name, *held])
+    return ', '.join([name, *details])
 
 
 def _require_model(path: Path, files: list[str]) -> None:

@@ -120,8 +120,8 @@ def _load_model(folder: Path, entries: list[ExportEntry], trust_remote_code: boo
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         raise _CannotTry(f'{kind.__name__} could not be tried: {error_text(error)}; {_BY_HAND}') from error
     if problems['missing'] and not converts_weights():
-        held = {entry.hf_name for entry in entries}
-        restored = tied_while_built(built, {name for name, _ in module_tensors(built)} - held)
+        exported = {entry.hf_name for entry in entries}
+        restored = tied_while_built(built, {name for name, _ in module_tensors(built)} - exported)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
     return kind.__name__, problems
 

@@ -52,8 +52,8 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
     """Check that there are the files of as many ranks as the first one records, and no others."""
     if not optims:
         trained = {name: shape for group in models[0].shapes or () for name, shape in group.items()}
-        held = models[0].module
-        if any(0 not in shape and name in held and not held[name].numel() for name, shape in trained.items()):
+        weights = models[0].module
+        if any(0 not in shape and name in weights and not weights[name].numel() for name, shape in trained.items()):
             raise CheckpointError(
                 f'{models[0].file}: its weights are in *_optim_states.pt files, which are missing; copy them, too'
             )

@@ -77,8 +77,8 @@ class CheckpointSource:
             model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
         self.tensors = {tensor.name: tensor for tensor in tensors}
         if not self.tensors:
-            held = f'it holds {some([str(key) for key in model.content])}' if model.content else 'it is empty'
-            raise CheckpointError(f'{found.path}: holds no weights; {held}. Take another checkpoint')
+            found_text = f'it holds {some([str(key) for key in model.content])}' if model.content else 'it is empty'
+            raise CheckpointError(f'{found.path}: holds no weights; {found_text}. Take another checkpoint')
         stored = {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
         lacking = [name for name in model.module if name not in stored]
         if lacking:

@@ -95,17 +95,17 @@ class _Function:
         raise UnsafePickle('a state is given to a name')
 
 
-def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *others: Any) -> torch.Tensor:
+def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *more: Any) -> torch.Tensor:
     """The tensor that ``_rebuild_tensor``, ``_v2`` and ``_v3`` of torch's ``_utils.py`` build."""
     if not isinstance(storage, Storage) or not all(map(is_count, (start, *shape, *stride))):
         raise UnsafePickle('a tensor without a storage, or with a negative size, stride or offset')
-    if any(isinstance(other, dict) and {'conj', 'neg'} & other.keys() for other in others):
+    if any(isinstance(each, dict) and {'conj', 'neg'} & each.keys() for each in more):
         raise UnsafePickle('a conjugated or negated view, which is not supported; save it after .resolve_conj()')
-    dtype = next((other for other in others if isinstance(other, torch.dtype)), storage.dtype)  # of _v3
+    dtype = next((each for each in more if isinstance(each, torch.dtype)), storage.dtype)  # of _v3
     return view(storage.data, dtype, start, shape, stride)
 
 
-_tensor_function, _first = _Function(_tensor), _Function(lambda first, *others: first)
+_tensor_function, _first = _Function(_tensor), _Function(lambda first, *more: first)
 _CONSTRUCTORS: dict[tuple[str, str], Any] = {
     ('torch._utils', '_rebuild_tensor'): _tensor_function,
     ('torch._utils', '_rebuild_tensor_v2'): _tensor_function,
