@@ -114,7 +114,7 @@ def tried_with(kind: type, sizes: dict[str, int], needed: Mapping[str, Any] | No
         return outcome, one_line(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return ('cannot be rehearsed', notes[0]) if notes else ('loads', '')
+    return ('cannot be checked', notes[0]) if notes else ('loads', '')
 
 
 def fill(config: Any, needed: Mapping[str, Any]) -> None:

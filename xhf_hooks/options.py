@@ -310,22 +310,22 @@ class SaveOptions(_Options):
         'PreTrainedModel.',
         _dotted_path,
         zh=(
-            '训练的模型里要保存的 PreTrainedModel 的路径，用点分隔。None：模型本身、``llm``，或唯一的 PreTrainedModel。'
+            '要保存的 PreTrainedModel 在训练模型中的路径，用点分隔。None：模型本身、``llm``，或唯一的 PreTrainedModel。'
         ),
     )
     lora: LoraMode | None = _option(
         None,
-        "For a model with a LoRA adapter: 'adapter' (the adapter alone, as peft saves it), 'merge' (the complete model "
-        "with the adapter merged into its weights) or 'both' (the merged model, and the adapter in "
-        "``hf_model/adapter``). None: 'adapter' if the model has one. For XTuner's reward models, None means 'merge', "
-        "as in XTuner's converter, unless the base model is quantized; 'adapter' puts the head into "
-        '``modules_to_save``.',
+        "For a model with a LoRA adapter: 'adapter' (the adapter alone, as peft saves it), 'merge' (the complete "
+        "model with the adapter merged into its weights) or 'both' (the merged model, and the adapter in "
+        "``hf_model/adapter``). None: 'adapter' if the model has one. For XTuner's reward models, 'adapter' puts the "
+        "head into ``modules_to_save``, and None means 'merge', as in XTuner's converter, unless the base model is "
+        'quantized.',
         _one_of(*LORA_MODES),
         zh=(
-            "用于带 LoRA adapter 的模型：'adapter'（只有 adapter，与 peft 保存的相同）、'merge'（完整的模型，"
-            "adapter 已合并到权重中）或 'both'（合并后的模型，另有 adapter 在 ``hf_model/adapter``）。None："
-            "模型有 adapter 时为 'adapter'。对 XTuner 的奖励模型，None 表示 'merge'，与 XTuner 的转换工具相同"
-            "，除非基座是量化的；'adapter' 把打分头放进 ``modules_to_save``。"
+            "用于带 LoRA adapter 的模型：'adapter'（只保存 adapter，与 peft 相同）、'merge'（保存完整的模型，adap"
+            "ter 合并到权重中）或 'both'（保存合并后的模型，另外把 adapter 保存到 ``hf_model/adapter``）。None："
+            "模型有 adapter 时为 'adapter'。对 XTuner 的奖励模型，'adapter' 把打分头放进 ``modules_to_save``，Non"
+            "e 表示 'merge'（与 XTuner 的转换工具相同），量化的基座除外。"
         ),
     )
     llava_format: LlavaFormat | None = _option(
@@ -334,49 +334,50 @@ class SaveOptions(_Options):
         "LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
         _one_of(*LLAVA_FORMATS),
         zh=(
-            "XTuner 的 LLaVAModel 的布局：'xtuner'（XTuner 自己的，不含冻结的部分）或 'huggingface'（transfor"
-            "mers 的 LlavaForConditionalGeneration，完整，adapter 已合并）。None：'xtuner'。"
+            "XTuner 的 LLaVAModel 保存成什么格式：'xtuner'（XTuner 自己的目录结构，不含冻结的部分）或 'huggingfac"
+            "e'（transformers 的 LlavaForConditionalGeneration，完整的模型，adapter 已合并）。None：'xtuner'。"
         ),
     )
     tokenizer: Any = _option(
         None,
         "A tokenizer, its MMEngine config, or its folder. None: the run's own (``cfg.tokenizer``, or Trainer's "
-        "``processing_class``), else a copy of the base model's files. If there is neither, a warning is logged. "
-        "If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that formats "
-        'dialogues as in training, and generation_config gets its stop words.',
+        "``processing_class``), otherwise a copy of the base model's files. If there is neither, a warning is "
+        "logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that "
+        'formats dialogues as in training, and generation_config gets its stop words.',
         _tokenizer,
         zh=(
-            'tokenizer 对象、它的 MMEngine 配置，或它的目录。None：训练自己的（``cfg.tokenizer``，或 Trainer '
-            '的 ``processing_class``），否则复制基座模型的文件；两者都没有时在日志中警告。训练配置指定了 XTun'
-            'er 的 prompt template 时，保存的 tokenizer 带有与训练一致的对话模板，generation_config 带有它的'
-            '停止词。'
+            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer（``c'
+            'fg.tokenizer``，或 Trainer 的 ``processing_class``），没有时复制基座模型的文件；都没有时在日志中给出'
+            '警告。如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
+            'eration_config 会带上它的停止词。'
         ),
     )
     dtype: str | None = _option(
         None,
-        "'float32' (the fp32 master weights where they exist); 'bfloat16' or 'float16' (but fp32 for the tensors that "
-        "``from_pretrained`` with that dtype keeps in fp32); 'base' (each tensor as in the base model's safetensors "
-        'files; one that they lack in the dtype of most of their elements; adapters as in training). What is written '
-        'in fp32 comes from the master weights where they exist. None: the dtype of training.',
+        "'float32': the fp32 master weights where they exist. 'bfloat16' or 'float16': this dtype, except for "
+        "tensors that ``from_pretrained`` keeps in fp32 when it loads with this dtype. 'base': each tensor as in the "
+        "base model's safetensors files; a tensor that the base lacks gets the dtype of most of the base's elements, "
+        'and adapters keep the dtype of training. None: the dtype of training. Tensors that are written in fp32 come '
+        'from the master weights where they exist.',
         _dtype_code,
         zh=(
-            "'float32'（有 fp32 主权重时用主权重）；'bfloat16' 或 'float16'（``from_pretrained`` 用该 dtype "
-            "时保持 fp32 的张量除外）；'base'（每个张量与基座模型 safetensors 文件中的相同，基座没有的张量用"
-            '其多数元素的 dtype，adapter 与训练时相同）。写成 fp32 的张量在有主权重时来自主权重。None：训练的'
-            ' dtype。'
+            "'float32'：有 fp32 主权重的张量用主权重。'bfloat16' 或 'float16'：使用该 dtype，但 ``from_pretrained"
+            "`` 用该 dtype 加载时保持 fp32 的张量除外。'base'：每个张量与基座模型的 safetensors 文件相同；基座没"
+            '有的张量用基座中多数元素的 dtype，adapter 保持训练时的 dtype。None：训练的 dtype。以 fp32 写出的张量'
+            '，有主权重时取自主权重。'
         ),
     )
     carry_base: CarryBase | None = _option(
         None,
-        "'all': tensors that the base model's safetensors files have and the trained class does not load (layers for "
-        'multi-token prediction of DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo) are copied into each complete model, byte '
-        'for byte, as they were before training. Every rank must be able to read the files, during each save. None: a '
-        'warning names them.',
+        "'all': copy tensors of the base model that the trained class does not load (layers for multi-token "
+        'prediction of DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo) into each complete model. They are copied from the '
+        "base's safetensors files byte for byte, as they were before training. Every rank must be able to read these "
+        'files during each save. None: a warning names the tensors.',
         _one_of(*CARRY_BASE),
         zh=(
-            "'all'：基座模型的 safetensors 文件中有、而训练的类不加载的张量（DeepSeek-V3、GLM-4.5、Qwen3-Next、"
-            'MiMo 的多 token 预测层）逐字节复制到每个完整的模型中，与训练之前相同。每次保存时，每个 rank 都必须'
-            '能读取这些文件。None：在警告中列出它们。'
+            "'all'：把训练的模型类不加载、但基座模型里有的张量（DeepSeek-V3、GLM-4.5、Qwen3-Next、MiMo 的多 token"
+            ' 预测层）复制到每个完整的模型中。张量从基座的 safetensors 文件逐字节复制，与训练之前相同。每次保存时'
+            '，每个 rank 都必须能读取这些文件。None：在警告中列出这些张量。'
         ),
     )
     max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size, zh='与 ``save_pretrained`` 相同。')
@@ -384,7 +385,7 @@ class SaveOptions(_Options):
         '128MB',
         'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.',
         _size,
-        zh='一次 gather 或发送多少字节。额外内存的峰值约为一个桶。',
+        zh='一次 gather 或发送的字节数。额外内存的峰值约为一个桶。',
         is_advanced=True,
     )
     writer: WriterName = _option(
@@ -396,10 +397,10 @@ class SaveOptions(_Options):
         'produce the same files.',
         _one_of(*get_args(WriterName)),
         zh=(
-            "'positional'：每个 rank 把自己的分片写到文件中。'parallel'：每个文件由一个 rank 写，其他 rank 把"
-            "分片发给它；``max_shard_size`` 越小，文件越多，写入者也越多。'stream'：全部由 rank 0 写，其他 ra"
-            "nk 把分片发给它。'gather'：每个 rank 收到每个张量，由 rank 0 写。'auto'：所有 rank 都看得到该目"
-            "录时为 'positional'，否则为 'stream'。各种方式写出的文件相同。"
+            "'positional'：每个 rank 把自己的分片写入文件。'parallel'：每个文件由一个 rank 写，其他 rank 把分片发"
+            "给它；``max_shard_size`` 越小，文件越多，写文件的 rank 也越多。'stream'：全部由 rank 0 写，其他 rank"
+            " 把分片发给它。'gather'：每个 rank 都收到所有张量，由 rank 0 写。'auto'：所有 rank 都能看到保存目录"
+            "时为 'positional'，否则为 'stream'。各种方式写出的文件相同。"
         ),
     )
     verify: VerifyLevel = _option(
@@ -408,8 +409,8 @@ class SaveOptions(_Options):
         "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
         _one_of(*VERIFY_LEVELS),
         zh=(
-            "提交之前检查什么。'sizes'：每个字节都已写入，以及文件大小和文件头。'full'：另外从磁盘读回每个字"
-            '节，与在内存中计算的校验和比较。'
+            "提交之前检查的内容。'sizes'：每个字节都已写入，文件大小和文件头正确。'full'：另外从磁盘读回所有数据"
+            '，与在内存中计算的校验和比较。'
         ),
     )
     max_keep_ckpts: int = _option(
@@ -417,19 +418,23 @@ class SaveOptions(_Options):
         'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500`` or '
         '``hf_model_epoch_2``. -1 keeps all.',
         _at_least(1, -1),
-        zh=('保留多少次保存，包括最新的一次。较早的名为 ``hf_model_iter_500`` 或 ``hf_model_epoch_2``。-1 全部保留。'),
+        zh=(
+            '最多保留多少个保存的模型，包括最新的。之前的目录名为 ``hf_model_iter_500`` 或 ``hf_model_epoch_2``。'
+            '-1 表示全部保留。'
+        ),
     )
     keep_every: int | None = _option(
         None,
-        'Besides the newest saves (``max_keep_ckpts``, ``upload_keep``), keep for good the first save of every so many '
-        'iterations: with 1000 the first one from iteration 1000 on, the first from 2000 on, and so on. It counts '
-        'iterations even where ``interval`` counts epochs, and does not apply to best saves. (In Orbax: '
-        '``EveryNSteps`` with ``exact_interval=False``.)',
+        'Besides the newest saves (``max_keep_ckpts``, ``upload_keep``), keep the first save of every so many '
+        'iterations for good. With 1000, this is the first save from iteration 1000 on, the first from 2000 on, and '
+        'so on. The option counts iterations even if ``interval`` counts epochs. It does not apply to best saves. '
+        '(In Orbax: ``EveryNSteps`` with ``exact_interval=False``.)',
         _at_least(1),
         zh=(
-            '除最新的保存（``max_keep_ckpts``、``upload_keep``）之外，永久保留每若干次迭代中的第一次保存：设为 1000 时'
-            '，保留第 1000 次迭代起的第一次保存、第 2000 次起的第一次保存，依此类推。即使 ``interval`` 按 epoch 计数，'
-            '它也按迭代计数；不适用于最好成绩的保存。（在 Orbax 中为 ``EveryNSteps``，``exact_interval=False``。）'
+            '除最新的模型（``max_keep_ckpts``、``upload_keep``）之外，每隔多少次迭代永久保留一个模型。设为 1000 '
+            '时，保留第 1000 次迭代起第一次保存的模型、第 2000 次迭代起第一次保存的模型，依此类推。即使 ``interva'
+            'l`` 按 epoch 计数，这里也按迭代计数。对最优权重不起作用。（相当于 Orbax 的 ``EveryNSteps``，``exact_'
+            'interval=False``。）'
         ),
     )
 
@@ -452,9 +457,10 @@ class CallOptions(SaveOptions):
     _: KW_ONLY
     step: int | None = _option(
         None,
-        'Number of finished optimizer steps. Required when several saves are kept: the older ones are named after it.',
+        'Number of finished optimizer steps. Required if more than one save is kept (``max_keep_ckpts``, '
+        '``keep_every``), since older saves are named after their step.',
         _at_least(0),
-        zh='已完成的优化器步数。保留多次保存时必须给出：较早的保存以它命名。',
+        zh='已完成的优化器步数。保留多个模型时（``max_keep_ckpts``、``keep_every``）必须给出，因为之前的目录以步数命名。',
     )
 
     def __post_init__(self) -> None:
@@ -474,8 +480,8 @@ class RunOptions(SaveOptions):
         "Trainer's ``output_dir``).",
         folder,
         zh=(
-            '最新一次保存的目录。None：训练目录下的 ``hf_model``（MMEngine 的 ``work_dir/<timestamp>``，Train'
-            'er 的 ``output_dir``）。'
+            '最新模型的保存目录。None：训练目录下的 ``hf_model``（MMEngine 的 ``work_dir/<timestamp>``，Trainer '
+            '的 ``output_dir``）。'
         ),
     )
     _: KW_ONLY
@@ -486,19 +492,20 @@ class RunOptions(SaveOptions):
         "alone: ``interval=-1`` (``save_strategy='no'`` for Trainer).",
         _minutes,
         zh=(
-            '从训练开始，或从上一次保存到 ``hf_model``（无论由什么引起）起，rank 0 的时钟过了这么多分钟时，也保存'
-            "一次。所有 rank 在下一次迭代结束时保存。只按时钟保存：``interval=-1``（Trainer：``save_strategy='no'``）。"
+            '距训练开始或上一次保存到 ``hf_model``（无论由什么触发）超过这么多分钟时，也保存一次，以 rank 0 的时'
+            "间为准。所有 rank 在下一次迭代结束时保存。只按时间保存：``interval=-1``（Trainer：``save_strategy='n"
+            "o'``）。"
         ),
     )
-    save_last: bool = _option(True, 'Also save when training ends.', _switch, zh='训练结束时也保存。')
+    save_last: bool = _option(True, 'Also save when training ends.', _switch, zh='训练结束时再保存一次。')
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
-        'large as the data that the rank writes. A save that is due while one is being written waits for it.',
+        'large as the data that the rank writes. If the next save is due before the files are written, it waits.',
         _switch,
         zh=(
-            '先把权重复制到主机内存，再在训练继续的同时写文件。每个 rank 上的副本与它要写的数据一样大。写文件'
-            '期间到期的保存会等待它写完。'
+            '先把权重复制到主机内存，然后在训练继续的同时写文件。每个 rank 上的副本与它要写的数据一样大。如果文件'
+            '还没写完就到了下一次保存，下一次保存会等待。'
         ),
     )
     save_on_signal: str | Sequence[str] | None = _option(
@@ -516,16 +523,16 @@ class RunOptions(SaveOptions):
     on_saved: str | Sequence[str] | None = _option(
         None,
         'A command that rank 0 runs after each save, while training goes on. ``{path}`` is the saved folder, '
-        '``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and ``{output}`` a folder for results.'
-        ' Numbers in the last line that it prints as a JSON object go to the visualizer, or to the '
-        '``log_history`` of Trainer. When saves come faster than it finishes, it runs for the newest one next. It is '
-        'ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
+        '``{step}`` the iteration, ``{label}`` a name such as ``iter_500``, and ``{output}`` a folder for results. '
+        'If a line of its output is a JSON object, the numbers in the last such line go to the visualizer, or to the '
+        '``log_history`` of Trainer. If several saves are made while the command runs, it runs next for the newest '
+        'one. It is ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
         zh=(
-            '每次保存之后由 rank 0 运行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``{l'
-            'abel}`` 是 ``iter_500`` 这样的名字，``{output}`` 是放结果的目录。它打印的最后一行 JSON 对象中的数字'
-            '会送到可视化器，或 Trainer 的 ``log_history``。保存比命令快时，下一次运行针对最新的保存。命令最多运行'
-            '一天；``timeout 1h COMMAND`` 可以更早结束它。'
+            '每次保存之后由 rank 0 执行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``{lab'
+            'el}`` 是 ``iter_500`` 这样的名字，``{output}`` 是存放结果的目录。如果命令的输出中有 JSON 对象，最后'
+            '一个这样的行中的数值会写入可视化器，或 Trainer 的 ``log_history``。如果命令执行期间又保存了几次，下'
+            '一次只对最新的模型执行。命令最多执行一天；``timeout 1h COMMAND`` 可以更早结束它。'
         ),
     )
     exit_wait_secs: float = _option(
@@ -535,28 +542,29 @@ class RunOptions(SaveOptions):
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         _seconds,
         zh=(
-            '正在结束的进程（异常、SIGTERM、SIGHUP 或 SIGXCPU 之后）等待进行中的保存和上传多久，以及训练结束'
-            '时等待上传和 ``on_saved`` 多久。无论如何，torchrun 在 SIGTERM 之后 30 秒发送 SIGKILL；torch 2.13'
-            ' 可以用 ``--shutdown-timeout`` 改变。'
+            '进程将要结束时（异常、SIGTERM、SIGHUP 或 SIGXCPU 之后）等待未完成的保存和上传的时间，以及训练结束时'
+            '等待上传和 ``on_saved`` 的时间，单位为秒。无论设为多少，torchrun 都会在 SIGTERM 之后 30 秒发送 SIGKI'
+            'LL；torch 2.13 可以用 ``--shutdown-timeout`` 修改。'
         ),
         is_advanced=True,
     )
     upload_to: str | None = _option(
         None,
-        "Upload each committed save in the background: to a URL such as 's3://bucket/run' (gs, az, oss and all else "
-        'that fsspec supports), where each save has its own prefix (``hf_model_iter_500``) and ``hf_model.json`` '
-        'names the newest.',
+        "URL of an object store, such as 's3://bucket/run' (gs, az, oss and all else that fsspec supports). Each "
+        'committed save is uploaded in the background, under a prefix of its own (``hf_model_iter_500``). '
+        '``hf_model.json`` in the store names the newest save.',
         _store_url,
         zh=(
-            "在后台上传每次已提交的保存：到 's3://bucket/run' 这样的 URL（gs、az、oss 以及 fsspec 支持的其他"
-            '存储）。每次保存有自己的前缀（``hf_model_iter_500``），``hf_model.json`` 指出最新的一次。'
+            "对象存储的 URL，例如 's3://bucket/run'（也支持 gs、az、oss 以及 fsspec 支持的其他存储）。每个提交的"
+            '模型都会在后台上传，使用各自的前缀（``hf_model_iter_500``）。存储中的 ``hf_model.json`` 指向最新的模'
+            '型。'
         ),
     )
     upload_keep: int = _option(
         -1,
         'How many uploaded saves to keep, including the newest. -1 keeps all.',
         _at_least(1, -1),
-        zh='保留多少次上传的保存，包括最新的一次。-1 全部保留。',
+        zh='最多保留多少个上传的模型，包括最新的。-1 表示全部保留。',
     )
     storage_options: dict[str, Any] | None = _option(
         None,
@@ -564,15 +572,15 @@ class RunOptions(SaveOptions):
         ' Keep credentials where that library looks for them, not here.',
         _library_arguments,
         zh=(
-            "传给 ``upload_to`` 所用存储库的关键字参数，例如 ``dict(endpoint_url='https://...')``。密钥请放在"
-            '该库会查找的地方，不要写在这里。'
+            "传给对象存储的库（由 ``upload_to`` 决定）的关键字参数，例如 ``dict(endpoint_url='https://...')``。密"
+            '钥请放在该库会读取的位置，不要写在这里。'
         ),
     )
     on_error: Literal['continue', 'raise'] = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
         _one_of('continue', 'raise'),
-        zh="保存失败时：'continue'（记录错误，继续训练）或 'raise'。",
+        zh="保存失败时：'continue'（记录错误，继续训练）或 'raise'（抛出错误）。",
     )
 
     def __post_init__(self) -> None:
@@ -596,8 +604,8 @@ class HookOptions(RunOptions):
         'CheckpointHook, with its ``save_begin``.',
         _at_least(1, -1),
         zh=(
-            '两次保存之间的 epoch 数或迭代数；-1 只在结束时保存。None：与训练的 CheckpointHook 及其 ``save_be'
-            'gin`` 相同。'
+            '保存间隔（epoch 数或迭代数）；-1 表示只在结束时保存。None：与训练的 CheckpointHook 及其 ``save_begin'
+            '`` 相同。'
         ),
     )
     by_epoch: bool | None = _option(
@@ -613,23 +621,26 @@ class HookOptions(RunOptions):
     save_best: str | list[str] | None = _option(
         None,
         'As in CheckpointHook. The best model goes to ``hf_model_best``, or with several metrics to '
-        '``hf_model_best_<metric>``. A save there must beat the best so far, including that of the run that this one '
-        'was resumed from. Rank 0 compares the scores. Without a validation during training there are none; a metric '
-        'that the first validation lacks is an error.',
+        '``hf_model_best_<metric>``. A model is saved there if its score beats the best so far; after a resume, also '
+        'the best of the earlier run. Rank 0 compares the scores. Scores come from validation during training. If '
+        'the first validation lacks the metric, that is an error.',
         _anything,
         zh=(
-            '与 CheckpointHook 相同。最好的模型保存到 ``hf_model_best``，有几个指标时保存到 ``hf_model_best_<'
-            'metric>``。新的保存必须好于到目前为止的最好成绩，包括恢复之前的那次训练的。由 rank 0 比较分数。'
-            '训练中没有验证就没有分数；第一次验证中没有的指标是错误。'
+            '与 CheckpointHook 相同。最优权重保存到 ``hf_model_best``；有多个指标时保存到 ``hf_model_best_<metric'
+            '>``。分数超过目前的最优分数时才保存；恢复训练时，目前的最优分数包括之前训练的分数。由 rank 0 比较分'
+            '数。分数来自训练中的验证；如果第一次验证中没有该指标，会报错。'
         ),
     )
     rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything, zh='与 CheckpointHook 相同。')
     ema: bool = _option(
         True,
-        'If the run has an EMAHook, save its averaged weights, which are the ones that validation scores and that '
-        'CheckpointHook saves. False: save the live weights.',
+        'If the run has an EMAHook, save its averaged weights. Validation scores these weights, and CheckpointHook '
+        'saves them. False: save the live weights.',
         _switch,
-        zh=('训练有 EMAHook 时，保存平均后的权重，即验证所评分的、CheckpointHook 所保存的权重。False：保存实时权重。'),
+        zh=(
+            '如果训练使用了 EMAHook，保存平均后的权重。验证评估的、CheckpointHook 保存的都是这些权重。False：保存'
+            '未平均的权重。'
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -657,18 +668,18 @@ class CallbackOptions(RunOptions):
         None,
         "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
         _at_least(1),
-        zh="``save_strategy='steps'`` 时两次保存之间的步数。None：与 TrainingArguments 相同。",
+        zh="``save_strategy='steps'`` 时的保存间隔（步数）。None：与 TrainingArguments 相同。",
     )
     save_total_limit: int | None = _option(
         1,
         'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500``. None keeps all. '
-        'It is not taken from TrainingArguments, whose limit is that of checkpoints to resume from.',
+        'The limit of TrainingArguments does not apply here: it is for checkpoints to resume from.',
         _must_be(
             'an integer of at least 1, or None', lambda value: value is None or (_is_number(value, int) and value >= 1)
         ),
         zh=(
-            '保留多少次保存，包括最新的一次。较早的名为 ``hf_model_iter_500``。None 全部保留。'
-            '它不取自 TrainingArguments，后者限制的是用于恢复训练的检查点。'
+            '最多保留多少个保存的模型，包括最新的。之前的目录名为 ``hf_model_iter_500``。None 表示全部保留。Train'
+            'ingArguments 中的同名选项在这里不起作用，它限制的是用于恢复训练的检查点。'
         ),
     )
     #: The same limit in MMEngine's words, in which saves read it. As a class variable it is no option of the callback.

@@ -34,7 +34,7 @@ OTHERS = {
     'reload_weights',
 }
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
-OTHERS |= {'vis_backends'}
+OTHERS |= {'model_wrapper', 'vis_backends'}
 OTHERS |= {'--add_version', '--callbacks', '--delete', '--external_plugins', '--full', '--output_dir', '--private'}
 OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
@@ -100,7 +100,8 @@ def test_the_layers_are_those_that_imports_are_checked_by():
 
 def test_tests_that_are_named_are_there():
     there = {path.stem for path in (ROOT / 'tests').rglob('test_*.py')}
-    groups = [group for text in PAGES.values() for group in re.findall(r'\[(test_[\w, ]+)\]', text)]
+    texts = [*PAGES.values(), *(page.read_text(encoding='utf-8') for page in (ROOT / 'docs' / 'zh_cn').glob('*.md'))]
+    groups = [group for text in texts for group in re.findall(r'\[(test_[\w, ]+)\]', text)]
     named = {name for group in groups for name in group.split(', ')}
     assert len(named) > 40 and not named - there
 
