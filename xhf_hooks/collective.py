@@ -43,7 +43,7 @@ _FAILED = 2
 #: Time limit for connecting all ranks, once all have come.
 CONNECT_TIMEOUT_SECS = 120.0
 #: How long a rank that has lost contact waits for the other ranks to reconnect. Ranks in step notice the loss together.
-#: A rank that died never comes, and each later save waits as long for it. A rank that comes later misses this save only.
+#: A rank that died never comes, and each later save waits as long for it. A rank that comes later misses this save.
 _CONNECT_AGAIN_SECS = 5.0
 _POLL_SECS = 0.0005
 #: The first waiting rank allows the others this long to register before it reports which ranks are missing.
