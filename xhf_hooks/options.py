@@ -423,6 +423,16 @@ class SaveOptions(_Options):
             '-1 表示全部保留。'
         ),
     )
+    model_card: bool = _option(
+        True,
+        'Write a model card (``README.md``) with the base model, the task, the step and the command to load, into a '
+        'folder that would have none: adapters have that of peft. False: write none.',
+        _switch,
+        zh=(
+            '给没有模型卡片的目录写一份（``README.md``）：基座模型、任务、步数和加载命令；adapter 有 peft 写的'
+            '卡片。False：不写。'
+        ),
+    )
     keep_every: int | None = _option(
         None,
         'Besides the newest saves (``max_keep_ckpts``, ``upload_keep``), keep the first save of every so many '

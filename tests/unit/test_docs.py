@@ -35,7 +35,8 @@ OTHERS = {
 }
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
 OTHERS |= {'model_wrapper', 'vis_backends'}
-OTHERS |= {'--add_version', '--callbacks', '--delete', '--external_plugins', '--full', '--output_dir', '--private'}
+OTHERS |= {'--add_version', '--callbacks', '--delete', '--exclude', '--external_plugins'}
+OTHERS |= {'--full', '--output_dir', '--private'}
 OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}

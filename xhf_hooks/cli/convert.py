@@ -90,6 +90,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default='sizes',
         help="what is checked before the commit: 'sizes' (default), or 'full': every byte, read back",
     )
+    add('--no-model-card', action='store_false', dest='model_card', help='do not write README.md')
     add('--json', action='store_true', help='print JSON, and all else on standard error')
     add('--overwrite', action='store_true', help='replace OUT if this package wrote it')
     add(

@@ -26,6 +26,7 @@ from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.find_model import adapters_in
+from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
@@ -57,6 +58,7 @@ class ConvertOptions:
         dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
             any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
             saves.
+        model_card: Write a model card into a folder that would have none.
         verify: What is checked before the commit, as in the hook's option; 'full' reads every byte back.
     """
 
@@ -72,6 +74,7 @@ class ConvertOptions:
     verify: VerifyLevel = 'sizes'
     trust_remote_code: bool = False
     carry_base: str | None = None
+    model_card: bool = True
 
 
 class Conversion:
@@ -266,6 +269,8 @@ class Conversion:
             target.require_disk_space(plan.nbytes)
             with naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
+                if options.model_card:
+                    write_model_card(staging, self._exporter.base_dir, self.step)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
             with naming(target.path):

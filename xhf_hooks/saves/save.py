@@ -29,6 +29,7 @@ import numpy as np
 from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
+from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.options import SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
@@ -342,6 +343,8 @@ class Save:
             staging = target.open_staging()
             target.require_disk_space(saver.plan.nbytes)
             self._warnings += saver.write_hf_assets(staging)
+            if saver.options.model_card:
+                write_model_card(staging, saver.planned.exporter.base_dir, self._step)
             return staging.name, saver.writer.create(saver.plan, staging)
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:

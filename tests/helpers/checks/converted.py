@@ -1,6 +1,7 @@
 """Checkpoints of live models; runs xhf-convert on them in this process, and compares its output with the hook's."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def _files(folder: Path) -> dict[str, Any]:
             }
         elif path.name == 'config.json':
             content[str(path.relative_to(folder))] = config_of(path.parent)
+        elif path.name == 'README.md':  # save_hf often gets no step
+            told = r' after (epoch \d+, )?iteration \d+ of training'
+            content[str(path.relative_to(folder))] = re.sub(told, '', path.read_text())
         elif path.is_file() and path.name != 'xhf_manifest.json':
             content[str(path.relative_to(folder))] = path.read_bytes()
     return content

@@ -1,0 +1,168 @@
+"""README.md: what the Hub reads in it, that its command loads the model, and when none is written."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from huggingface_hub import ModelCard
+
+from tests.helpers.checks.converted import base_of, checkpoint_of, convert
+from tests.helpers.models.adapted import adapted
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import save_model
+from tests.helpers.models.zoo import build
+from xhf_hooks import save_hf
+from xhf_hooks.base_files import Base
+from xhf_hooks.exporters.model_card import write_model_card
+from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.planning.types import Step
+
+STEP = Step('iter', 1500, 1500)
+
+
+def card_of(folder: Path) -> ModelCard:
+    return ModelCard.load(folder / 'README.md')
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """What the Hub reads."""
+    return card_of(folder).data.to_dict()
+
+
+def command_in(folder: Path) -> str:
+    return re.search(r'```python\n(.*?)```', card_of(folder).text, re.DOTALL)[1]
+
+
+def folder_with(folder: Path, config: dict[str, Any], *files: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / 'config.json').write_text(json.dumps(config))
+    for name in files:
+        (folder / name).write_text('{}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ('family', 'task'),
+    [
+        ('llama', 'text-generation'),
+        ('llama_classifier', 'text-classification'),
+        ('llama_base', 'feature-extraction'),
+        ('bert', 'fill-mask'),
+        ('t5', 'text-generation'),
+        ('llava', 'image-text-to-text'),
+    ],
+)
+def test_the_command_loads_the_model(tmp_path, monkeypatch, family, task):
+    model = build(family, models=MODELS)
+    committed = save_hf(model, tmp_path / 'hf_model', step=1500)
+    assert fields_of(committed.path) == {'library_name': 'transformers', 'pipeline_tag': task, 'tags': ['xhf_hooks']}
+    monkeypatch.chdir(committed.path)
+    names: dict[str, Any] = {}
+    exec(command_in(committed.path), names)
+    assert type(names['model']) is type(model) and 'Auto' in command_in(committed.path)
+    assert 'README.md' in read_manifest(committed.path).files
+
+
+def test_the_step_the_base_and_the_tokenizer_are_told(tmp_path, monkeypatch):
+    base = save_model('llama', tmp_path / 'private' / 'my-base')
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    committed = save_hf(model, tmp_path / 'hf_model', step=1500, max_keep_ckpts=2)
+    text = card_of(committed.path).text
+    assert 'Trained from `my-base` and saved by xhf_hooks after iteration 1,500 of training.' in text
+    assert 'private' not in text and 'base_model' not in fields_of(committed.path)
+    monkeypatch.chdir(committed.path)
+    names: dict[str, Any] = {}
+    exec(command_in(committed.path), names)
+    assert len(names['tokenizer']) == model.config.vocab_size
+
+
+@pytest.mark.parametrize('is_named', [True, False])
+def test_the_name_on_the_hub_of_a_base_in_its_cache(tmp_path, is_named):
+    """Whether the model was loaded by that name or from the folder of the revision."""
+    base = Base('owner/a-base')
+    base.folder = tmp_path / 'models--owner--a-base' / 'snapshots' / 'abc'
+    if not is_named:
+        base = Base(str(base.folder))
+        base.folder = Path(base)
+    base.is_path = not is_named
+    folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
+    write_model_card(folder, base, Step('epoch', 2, 32))
+    assert fields_of(folder)['base_model'] == 'owner/a-base'
+    assert '[owner/a-base](https://huggingface.co/owner/a-base)' in card_of(folder).text
+    assert 'after epoch 2, iteration 32 of training' in card_of(folder).text
+
+
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [('owner/name', 'owner/name'), ('base', None), ('/gone/base', None), ('a/b/c', None), ('', None)],
+)
+def test_a_base_that_is_not_on_this_machine(tmp_path, name, expected):
+    folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
+    write_model_card(folder, Base.locate(name), STEP)
+    assert fields_of(folder).get('base_model') == expected
+
+
+@pytest.mark.parametrize(
+    ('config', 'files', 'library', 'command'),
+    [
+        (
+            {'architectures': ['Mine'], 'auto_map': {'AutoConfig': 'a.B', 'AutoModelForCausalLM': 'own--code.Mine'}},
+            ['tokenizer.json', 'processor_config.json'],
+            'transformers',
+            "from transformers import AutoModelForCausalLM, AutoProcessor\n\nfolder = '.'  # this folder, or its name "
+            'on the Hub\nmodel = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n'
+            'processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)\n',
+        ),
+        (
+            {'architectures': ['BertModel']},
+            ['modules.json', 'tokenizer.json'],
+            'sentence-transformers',
+            "from sentence_transformers import SentenceTransformer\n\nfolder = '.'  # this folder, or its name on the "
+            'Hub\nmodel = SentenceTransformer(folder)\n',
+        ),
+        (
+            {'architectures': ['UnknownToTransformers']},
+            [],
+            'transformers',
+            "from transformers import UnknownToTransformers\n\nfolder = '.'  # this folder, or its name on the Hub\n"
+            'model = UnknownToTransformers.from_pretrained(folder)\n',
+        ),
+    ],
+)
+def test_the_library_and_the_class_are_those_of_the_folder(tmp_path, config, files, library, command):
+    folder = folder_with(tmp_path / 'out', config, *files)
+    write_model_card(folder, Base.locate(''), STEP)
+    assert fields_of(folder)['library_name'] == library and command_in(folder) == command
+
+
+def test_none_is_written_where_there_is_one_or_none_is_wanted_or_no_library_loads_the_folder(tmp_path):
+    folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
+    (folder / 'README.md').write_text('mine')
+    (tmp_path / 'empty').mkdir()
+    for each in (folder, tmp_path / 'empty'):
+        write_model_card(each, Base.locate(''), STEP)
+    assert (folder / 'README.md').read_text() == 'mine' and not (tmp_path / 'empty' / 'README.md').exists()
+    committed = save_hf(build('llama'), tmp_path / 'hf_model', model_card=False)
+    assert not (committed.path / 'README.md').exists()
+
+
+def test_an_adapter_has_that_of_peft_and_a_merged_model_ours(tmp_path):
+    committed = save_hf(adapted('llama'), tmp_path / 'hf_model', lora='both')
+    assert fields_of(committed.path / 'adapter')['library_name'] == 'peft'
+    assert fields_of(committed.path)['library_name'] == 'transformers'
+
+
+def test_the_converter_writes_the_same(tmp_path):
+    """With the step of the checkpoint; or none."""
+    base = base_of('llama', tmp_path / 'base')
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    checkpoint = checkpoint_of(model, tmp_path / 'run', whole=True)
+    of_hook = save_hf(model, tmp_path / 'hf_model', step=2).path / 'README.md'
+    converted = convert(checkpoint, tmp_path / 'converted', '--base', base)
+    assert (converted / 'README.md').read_bytes() == of_hook.read_bytes()
+    assert b'after iteration 2 of training' in of_hook.read_bytes()
+    without = convert(checkpoint, tmp_path / 'without', '--base', base, '--no-model-card')
+    assert not (without / 'README.md').exists()
