@@ -15,6 +15,7 @@ from xhf_hooks.format.text import engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.verify.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, model_files
+from xhf_hooks.verify.signature import check_signatures
 
 #: Of the names of files that loaders read as one JSON object.
 _CONFIG_SUFFIX = 'config.json'
@@ -61,6 +62,7 @@ def verify_folder(
         check.read(workers, on_progress=on_progress)
     else:
         check.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
+    check_signatures(check, read=read)
     return check
 
 

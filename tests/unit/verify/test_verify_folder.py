@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,30 @@ def test_a_whole_folder_also_with_a_note_and_without_a_manifest(folder):
     (folder / MANIFEST).unlink()
     report = verify_folder(folder)
     assert report.is_good and found(report, 'unchecked') == {'checksums'}
+
+
+@pytest.mark.parametrize('is_beside', [True, False])
+def test_a_signature_is_named_where_the_package_that_reads_it_is_missing(folder, monkeypatch, is_beside):
+    """Also that of a command of on_saved. tests/e2e/test_signatures.py has the package."""
+    monkeypatch.setitem(sys.modules, 'model_signing', None)
+    shown, path = 'model.sig', folder / 'model.sig'
+    if is_beside:
+        of_json(MANIFEST, lambda content: content.update(commit={'number': 1, 'run': '', 'name': 'hf_model'}))(folder)
+        shown, path = '../hf_model_on_saved/iter_7/model.sig', folder.parent / 'hf_model_on_saved/iter_7/model.sig'
+        path.parent.mkdir(parents=True)
+    path.write_text('{}')
+    report = verify_folder(folder)
+    (found,) = [finding for finding in report.findings if finding.check == 'signature']
+    assert found.kind == 'unchecked' and report.is_good
+    assert found.text.startswith(f'{shown}: not compared: ') and 'pip install model-signing' in found.text
+
+
+def test_a_manifest_does_not_send_the_search_for_a_signature_elsewhere(folder):
+    of_json(MANIFEST, lambda content: content.update(commit={'number': 1, 'run': '', 'name': '../a/hf_model'}))(folder)
+    path = folder.parents[1] / 'a' / 'hf_model_on_saved' / 'iter_7' / 'model.sig'
+    path.parent.mkdir(parents=True)
+    path.write_text('{}')
+    assert not any(finding.check == 'signature' for finding in verify_folder(folder).findings)
 
 
 @pytest.mark.parametrize('name', [SHARDS[0], INDEX, 'tokenizer.json'])
