@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.places.hub_bucket import is_bucket_url
 from xhf_hooks.system.versions import require_packages
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
@@ -186,8 +187,9 @@ def _store_url(option: str, value: Any) -> str:
     """The URL of an object store, without a final slash."""
     if not isinstance(value, str) or not _URL.fullmatch(value):
         raise OptionError(option, "a URL such as 's3://bucket/run'", value)
-    if value.lower().startswith('hf://'):  # the Hub would make a commit of each file
-        expected = "an object store (for the Hub, use on_saved='hf upload ...', docs/on-saved.md)"
+    if value.lower().startswith('hf://') and not is_bucket_url(value):  # the Hub would make a commit of each file
+        expected = "an object store, or a bucket of the Hub such as 'hf://buckets/OWNER/NAME/run'"
+        expected += " (for a repository of the Hub, use on_saved='hf upload ...', docs/on-saved.md)"
         raise OptionError(option, expected, value)
     url = urlsplit(value)
     if '@' in url.netloc or url.query:  # s3://key:secret@bucket, or a signed query
@@ -560,14 +562,14 @@ class RunOptions(SaveOptions):
     )
     upload_to: str | None = _option(
         None,
-        "URL of an object store, such as 's3://bucket/run' (gs, az, oss and all else that fsspec supports). Each "
-        'committed save is uploaded in the background, under a prefix of its own (``hf_model_iter_500``). '
-        '``hf_model.json`` in the store names the newest save.',
+        "URL of an object store, such as 's3://bucket/run' (gs, az, oss and all else that fsspec supports), or of a "
+        "storage bucket of the Hub, 'hf://buckets/OWNER/NAME/run'. Each committed save is uploaded in the background, "
+        'under a prefix of its own (``hf_model_iter_500``). ``hf_model.json`` in the store names the newest save.',
         _store_url,
         zh=(
-            "对象存储的 URL，例如 's3://bucket/run'（也支持 gs、az、oss 以及 fsspec 支持的其他存储）。每个提交的"
-            '模型都会在后台上传，使用各自的前缀（``hf_model_iter_500``）。存储中的 ``hf_model.json`` 指向最新的模'
-            '型。'
+            "对象存储的 URL，例如 's3://bucket/run'（也支持 gs、az、oss 以及 fsspec 支持的其他存储），或 Hub 的存储桶"
+            "，'hf://buckets/OWNER/NAME/run'。每个提交的模型都会在后台上传，使用各自的前缀（``hf_model_iter_500``）"
+            '。存储中的 ``hf_model.json`` 指向最新的模型。'
         ),
     )
     upload_keep: int = _option(

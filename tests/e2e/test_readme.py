@@ -73,6 +73,7 @@ CONFIG_LINES = {
     "upload_to='s3://bucket/run', upload_keep=3": 'object-stores.md',
     'endpoint_url=': 'object-stores.md',
     'hf upload organization/name': 'on-saved.md',
+    'hf://buckets/organization': 'object-stores.md',
     "out_dir='/local/run/hf_model'": 'object-stores.md',
 }
 
@@ -107,8 +108,8 @@ def test_the_courses_packages_are_those_tested():
 
 
 def test_every_block_of_code_is_run():
-    """By the test that names some of its words, here or with vLLM's server."""
-    files = (Path(__file__), ROOT / 'tests' / 'trainers' / 'test_vllm.py')
+    """By the test that names some of its words, here, with vLLM's server, or with a signature."""
+    files = (Path(__file__), Path(__file__).with_name('test_signatures.py'), ROOT / 'tests/trainers/test_vllm.py')
     source = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     for page in PAGES:
         for block in blocks('python', page):

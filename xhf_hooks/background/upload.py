@@ -18,6 +18,7 @@ from xhf_hooks.format.text import counted, size_text
 from xhf_hooks.integrity.manifest import Manifest, parse_manifest
 from xhf_hooks.places.access import all_ranks_see
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.hub_bucket import is_bucket_url
 from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
 from xhf_hooks.planning.types import Step
 
@@ -222,4 +223,6 @@ def uploads_of_run(
     destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
     destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
+    if is_bucket_url(url):
+        n_ranks = 1  # the Hub limits the requests of a user, and ranks that share files ask again and again
     return Uploads(destinations, log, collective.rank, n_ranks)

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from xhf_hooks.errors import StoreError
+from xhf_hooks.places.hub_bucket import HubBucket, is_bucket_url
 
 _S3 = ('s3', 's3a')
 #: s3fs repeats requests by itself; so many times, and boto not at all.
@@ -54,8 +55,8 @@ class Store:
     """Objects under one URL, by keys relative to it, with slashes.
 
     Args:
-        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports.
-        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``.
+        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports; or of a bucket of the Hub.
+        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``; for a bucket of the Hub, of HfApi.
         warn: Called at once when a request fails and will be repeated.
 
     Attributes:
@@ -88,12 +89,18 @@ class Store:
         protocol = self.url.partition('://')[0].lower()
         given = dict(storage_options or {})
         own: dict[str, Any] = {'use_listings_cache': False}
+        self._fs: Any
         try:
             if protocol in _S3:
                 own['config_kwargs'] = {**_s3_config(), **given.get('config_kwargs', {})}
                 own['max_concurrency'] = _S3_PARTS
-            # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
-            self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
+            if is_bucket_url(url):
+                self._fs = HubBucket(url, given)
+                root = self._fs.root
+            else:
+                # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a
+                # loop
+                self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
         except ImportError as error:
             raise StoreError(f'{url}: {error} (docs/object-stores.md), or set upload_to to another place') from None
         except Exception as error:  # of any type: each store's library raises its own

@@ -1,0 +1,101 @@
+"""A storage bucket of the Hugging Face Hub: ``hf://buckets/OWNER/NAME``.
+
+A bucket is an object store, which a repository is not: there, each write is a commit.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_URL = re.compile(r'hf://buckets/([^/]+/[^/]+)(/.*)?', re.IGNORECASE)
+
+
+def is_bucket_url(url: str) -> bool:
+    """Whether a URL is that of a bucket, or of a place in one."""
+    return _URL.fullmatch(url) is not None
+
+
+class HubBucket:
+    """The objects of a bucket, by those methods of fsspec's file systems that :class:`.Store` calls.
+
+    fsspec's own file system for ``hf://`` first writes a copy of each file into TMPDIR. ``HfApi.batch_bucket_files``
+    sends a file from where it is, and of that only what the bucket does not have yet.
+
+    Paths are ``OWNER/NAME/KEY``, as fsspec's.
+
+    Args:
+        url: Of the bucket, or of a place in it.
+        arguments: For ``HfApi``, such as ``endpoint``.
+
+    Attributes:
+        root: The path that the URL stands for.
+
+    Raises:
+        ImportError: The installed huggingface_hub has no buckets, or lacks a package that it sends files with.
+    """
+
+    async_impl = False  # to Store: methods are called as they are, and have the time limits of huggingface_hub
+
+    def __init__(self, url: str, arguments: Mapping[str, Any]) -> None:
+        import huggingface_hub
+
+        if not hasattr(huggingface_hub.HfApi, 'batch_bucket_files'):
+            raise ImportError(
+                f'buckets of the Hub need huggingface_hub 1.5 or newer (HfApi.batch_bucket_files), and '
+                f'{huggingface_hub.__version__} is installed'
+            )
+        if find_spec('hf_xet') is None:
+            raise ImportError('buckets of the Hub need the package hf_xet')
+        found = _URL.fullmatch(url)
+        if found is None:
+            raise ValueError('expected hf://buckets/OWNER/NAME')
+        self._bucket = found[1]
+        self.root = f'{found[1]}{found[2] or ""}'.rstrip('/')
+        self._api = huggingface_hub.HfApi(**arguments)
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        """Write an object; readers see the old or the new one."""
+        self._api.batch_bucket_files(self._bucket, add=[(data, self._key(path))])
+
+    def put_file(self, local: str, path: str) -> None:
+        """Send a file."""
+        self._api.batch_bucket_files(self._bucket, add=[(local, self._key(path))])
+
+    def cat_file(self, path: str) -> bytes:
+        """Read an object, which goes through a temporary file: only for small ones.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        infos = [*self._api.get_bucket_paths_info(self._bucket, [self._key(path)])]
+        if not infos:
+            raise FileNotFoundError(path)
+        with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
+            local = Path(folder, 'object')
+            self._api.download_bucket_files(self._bucket, [(infos[0], local)])
+            return local.read_bytes()
+
+    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
+        """The objects whose path begins with ``path``, with their sizes."""
+        entries = self._api.list_bucket_tree(self._bucket, prefix=self._key(path), recursive=True)
+        files = [entry for entry in entries if entry.type == 'file']
+        return {f'{self._bucket}/{entry.path}': {'type': 'file', 'size': entry.size} for entry in files}
+
+    def rm_file(self, path: str) -> None:
+        """Remove an object if it is there."""
+        try:
+            self._api.batch_bucket_files(self._bucket, delete=[self._key(path)])
+        except Exception:
+            if [*self._api.get_bucket_paths_info(self._bucket, [self._key(path)])]:
+                raise
+
+    def invalidate_cache(self) -> None:
+        """Nothing is cached."""
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(f'{self._bucket}/')
