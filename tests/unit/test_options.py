@@ -83,7 +83,7 @@ GOOD = [
     dict(upload_to='s3://bucket/run', upload_keep=3, storage_options=dict(endpoint_url='http://host')),
     dict(out_dir='/local/disk/run', max_keep_ckpts=2, upload_to='s3://bucket/run'),
     dict(upload_to='hf://buckets/org/name', upload_keep=3),
-    dict(upload_to='hf://buckets/org/name/runs/1/', backend_args=dict(endpoint='https://hub')),
+    dict(upload_to='hf://buckets/org/name/runs/1/', storage_options=dict(endpoint='https://hub')),
     dict(tokenizer=dict(type='transformers.AutoTokenizer.from_pretrained')),
     dict(dtype='bfloat16', max_shard_size=10**9, bucket_size='64MiB', on_error='raise'),
 ]

@@ -98,7 +98,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         dest='max_shard_nbytes',
         type=size,
         default='5GB',
-        metavar='SIZE',
+        metavar='N',  # as SIZE, it would take another line
         help="largest size of a weight file; default: '5GB'",
     )
     workers = min(_MOST_WORKERS, count_usable_cores())

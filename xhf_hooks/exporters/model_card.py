@@ -54,13 +54,16 @@ def write_model_card(folder: Path, base: Base, step: Step) -> None:
 
     config = strict_json.read(folder / 'config.json')
     kind = next(iter(config.get('architectures') or ()), '')
-    auto_class, task = _auto_class_of(kind, config)
+    auto_class, task = _find_auto_class(kind, config)
     if (folder / 'modules.json').is_file():
         library, task, command = 'sentence-transformers', 'sentence-similarity', _SENTENCE_TRANSFORMERS
     else:
-        library, command = 'transformers', _loading_by_transformers(folder, auto_class or kind, 'auto_map' in config)
-    base_id = _hub_name(base)
+        library, command = 'transformers', _lines_for_transformers(folder, auto_class or kind, 'auto_map' in config)
+    base_id = _find_hub_name(base)
     data = ModelCardData(base_model=base_id, library_name=library, pipeline_tag=task, tags=['xhf_hooks'])
+    # A path would tell of the machine; and to a conversion, the folder of a base may be one that the run itself wrote
+    told = 'Saved' if base_id is None else f'Trained from [{base_id}](https://huggingface.co/{base_id}) and saved'
+    told += f' by xhf_hooks{_describe_step(step)}'
     lines = [
         '---',
         *data.to_yaml().strip().splitlines(),
@@ -68,7 +71,7 @@ def write_model_card(folder: Path, base: Base, step: Step) -> None:
         '',
         f'# {kind}',
         '',
-        f'{_origin(base, base_id)} by xhf_hooks{_time_of(step)}. `xhf_manifest.json` has the checksum of each file.',
+        f'{told}. `xhf_manifest.json` has the checksum of each file.',
         '',
         '```python',
         *command,
@@ -77,7 +80,7 @@ def write_model_card(folder: Path, base: Base, step: Step) -> None:
     (folder / CARD_NAME).write_text('\n'.join([*lines, '']), encoding='utf-8')
 
 
-def _loading_by_transformers(folder: Path, model_class: str, has_code: bool) -> list[str]:
+def _lines_for_transformers(folder: Path, model_class: str, has_code: bool) -> list[str]:
     trust = ', trust_remote_code=True' if has_code else ''
     classes = {'model': model_class}
     if any((folder / name).is_file() for name in PROCESSOR_FILES):
@@ -92,7 +95,7 @@ def _loading_by_transformers(folder: Path, model_class: str, has_code: bool) -> 
     ]
 
 
-def _auto_class_of(kind: str, config: dict[str, Any]) -> tuple[str | None, str | None]:
+def _find_auto_class(kind: str, config: dict[str, Any]) -> tuple[str | None, str | None]:
     """The class of transformers that loads a model of this class, and its task; None for what is not known.
 
     Args:
@@ -112,7 +115,7 @@ def _auto_class_of(kind: str, config: dict[str, Any]) -> tuple[str | None, str |
     return None, None
 
 
-def _hub_name(base: Base) -> str | None:
+def _find_hub_name(base: Base) -> str | None:
     """The name of a base on the Hub, also of one that was loaded from its folder in a hub cache; None if unknown."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -128,13 +131,7 @@ def _hub_name(base: Base) -> str | None:
     return str(base)
 
 
-def _origin(base: Base, base_id: str | None) -> str:
-    if base_id is not None:
-        return f'Trained from [{base_id}](https://huggingface.co/{base_id}) and saved'
-    return f'Trained from `{Path(base).name}` and saved' if base else 'Saved'  # a path would tell of the machine
-
-
-def _time_of(step: Step) -> str:
+def _describe_step(step: Step) -> str:
     if step.iteration == 0:
         return ''
     iteration = f'iteration {step.iteration:,} of training'

@@ -22,7 +22,7 @@ class Retention:
     max_keep: int
     keep_every: int | None = None
 
-    def superfluous(self, saves: Iterable[tuple[Save, int]]) -> list[Save]:
+    def find_superfluous(self, saves: Iterable[tuple[Save, int]]) -> list[Save]:
         """The saves to delete.
 
         Args:

@@ -126,7 +126,9 @@ class SiblingFolders:
             saved = read_manifest_or_none(replaced)
             if saved is None:  # it was empty when it was looked at
                 self._delete(replaced, None)
-            elif saved.step == newest or replaced in retention.superfluous([last, (replaced, saved.step.iteration)]):
+            elif saved.step == newest or replaced in retention.find_superfluous(
+                [last, (replaced, saved.step.iteration)]
+            ):
                 self.discard(replaced)
             else:
                 for path, older in self.older(saved.step.label).items():
@@ -134,7 +136,7 @@ class SiblingFolders:
                         self.discard(path)
                 self.add_older(replaced, saved)
         older_saves = [(path, saved.step.iteration) for path, saved in self.older().items()]
-        for path in retention.superfluous([last, *older_saves]):
+        for path in retention.find_superfluous([last, *older_saves]):
             self.discard(path)
 
     def discard(self, folder: Path) -> None:

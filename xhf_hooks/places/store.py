@@ -277,7 +277,7 @@ class StoredSaves:
 
     def _without_outdated(self, pointer: Pointer) -> Pointer:
         saved = [(prefix, self._iteration_of(prefix)) for prefix in reversed(pointer.saves)]
-        old = self.retention.superfluous(saved)
+        old = self.retention.find_superfluous(saved)
         files = {save: self._files_of(save) for save in old}
         saves = tuple(save for save in pointer.saves if save not in old)
         return replace(pointer, saves=saves, unfinished={**pointer.unfinished, **files})

@@ -36,11 +36,11 @@ def check_signatures(check: FolderCheck, *, read: bool) -> None:
             )
     for shown, path in places.items():
         if path.is_file():
-            kind, text = _compare(check, path) if read else (UNCHECKED, 'nothing was read (--no-read)')
+            kind, text = _compare_files(check, path) if read else (UNCHECKED, 'nothing was read (--no-read)')
             check.add(kind, _CHECK, f'{shown}: {text}')
 
 
-def _compare(check: FolderCheck, signature: Path) -> tuple[str, str]:
+def _compare_files(check: FolderCheck, signature: Path) -> tuple[str, str]:
     """Compare the files with a signature; returns the kind of the finding, and its text."""
     try:
         from model_signing import hashing
@@ -49,14 +49,14 @@ def _compare(check: FolderCheck, signature: Path) -> tuple[str, str]:
     try:
         serialization, digests = _read_statement(signature)
         size = {'shard_size': int(serialization['shard_size'])} if serialization['method'] == 'shards' else {}
-        made = hashing.Config()
-        use = made.use_shard_serialization if size else made.use_file_serialization
-        use(hashing_algorithm=serialization['hash_type'], **size)
-        made.set_allow_symlinks(True)  # the hub cache consists of links
+        hashing_config = hashing.Config()
+        choose_serialization = hashing_config.use_shard_serialization if size else hashing_config.use_file_serialization
+        choose_serialization(hashing_algorithm=serialization['hash_type'], **size)
+        hashing_config.set_allow_symlinks(True)  # the hub cache consists of links
         # A shard is named FILE:START:END
         covered = {name.rsplit(':', 2)[0] if size else name for name in digests}
         there = sorted(covered & check.files.keys())
-        hashed = made.hash(check.path, files_to_hash=[check.path / name for name in there])
+        hashed = hashing_config.hash(check.path, files_to_hash=[check.path / name for name in there])
         found = {each.identifier: each.digest.digest_hex for each in hashed.resource_descriptors()}
     except Exception as error:  # of the package, which says what it does not know; or a file of another kind
         return (
@@ -73,7 +73,7 @@ def _compare(check: FolderCheck, signature: Path) -> tuple[str, str]:
 
 
 def _read_statement(signature: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """How files were made digests, and the digest of each.
+    """How digests were made of the files, and each digest by the name of the file or shard.
 
     Raises:
         DamagedError, ValueError, KeyError, TypeError: It is no signature of model-signing.

@@ -66,13 +66,13 @@ def test_the_command_loads_the_model(tmp_path, monkeypatch, family, task):
     assert 'README.md' in read_manifest(committed.path).files
 
 
-def test_the_step_the_base_and_the_tokenizer_are_told(tmp_path, monkeypatch):
+def test_the_step_and_the_tokenizer_are_told_and_no_path_of_the_machine(tmp_path, monkeypatch):
     base = save_model('llama', tmp_path / 'private' / 'my-base')
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     committed = save_hf(model, tmp_path / 'hf_model', step=1500, max_keep_ckpts=2)
     text = card_of(committed.path).text
-    assert 'Trained from `my-base` and saved by xhf_hooks after iteration 1,500 of training.' in text
-    assert 'private' not in text and 'base_model' not in fields_of(committed.path)
+    assert '\nSaved by xhf_hooks after iteration 1,500 of training.' in text
+    assert str(base) not in text and 'base_model' not in fields_of(committed.path)
     monkeypatch.chdir(committed.path)
     names: dict[str, Any] = {}
     exec(command_in(committed.path), names)

@@ -177,7 +177,7 @@ def test_an_older_library_is_named_with_what_is_needed(hub, monkeypatch):
 
 def test_storage_options_are_those_of_the_library(hub):
     assert Store(URL, dict(endpoint='https://hub'))._fs._api.endpoint == 'https://hub'
-    with pytest.raises(StoreError, match=r'cannot be opened: TypeError: .*endpoint_url.*; check upload_to and backend'):
+    with pytest.raises(StoreError, match=r'cannot be opened: TypeError: .*endpoint_url.*; check upload_to and storage'):
         Store(URL, dict(endpoint_url='https://hub'))
 
 
