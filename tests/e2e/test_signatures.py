@@ -62,7 +62,7 @@ def verifies(folder: Path, signature: Path, keys: Path) -> bool:
 def test_each_save_is_signed_as_the_page_says(tmp_path, keys):
     found: dict[str, Any] = {}
     exec(code('model_signing sign key', 'on-saved.md').replace('/keys/private.pem', str(keys / 'private.pem')), found)
-    options = dict(on_saved=found['on_saved'], save_strategy='steps', save_steps=2, max_keep_ckpts=2)
+    options = dict(on_saved=found['on_saved'], save_strategy='steps', save_steps=2, save_total_limit=2)
     with doors.fresh_accelerate():
         doors.make_trainer(tmp_path / 'run', options, ddp_backend=None).train()
     newest, older = tmp_path / 'run' / 'hf_model', tmp_path / 'run' / 'hf_model_iter_2'

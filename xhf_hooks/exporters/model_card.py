@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.base_files import PROCESSOR_FILES, TOKENIZER_FILES, Base
+from xhf_hooks.base_files import PROCESSOR_FILES, TOKENIZER_FILES, LocatedBase
 from xhf_hooks.format import strict_json
 from xhf_hooks.planning.types import Step
 
@@ -38,7 +38,7 @@ _SENTENCE_TRANSFORMERS = [
 ]
 
 
-def write_model_card(folder: Path, base: Base, step: Step) -> None:
+def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     """Write a model card into a folder that has none. Runs on: rank 0, when all but the weights is written.
 
     peft and sentence-transformers write their own. A folder without config.json is one of several models (XTuner's
@@ -115,7 +115,7 @@ def _find_auto_class(kind: str, config: dict[str, Any]) -> tuple[str | None, str
     return None, None
 
 
-def _find_hub_name(base: Base) -> str | None:
+def _find_hub_name(base: LocatedBase) -> str | None:
     """The name of a base on the Hub, also of one that was loaded from its folder in a hub cache; None if unknown."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

@@ -56,7 +56,7 @@ class Store:
 
     Args:
         url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports; or of a bucket of the Hub.
-        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``; for a bucket of the Hub, of HfApi.
+        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``; of HfApi for a bucket.
         warn: Called at once when a request fails and will be repeated.
 
     Attributes:

@@ -15,7 +15,7 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
-from xhf_hooks.base_files import Base
+from xhf_hooks.base_files import LocatedBase
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.planning.types import Step
@@ -82,10 +82,10 @@ def test_the_step_and_the_tokenizer_are_told_and_no_path_of_the_machine(tmp_path
 @pytest.mark.parametrize('is_named', [True, False])
 def test_the_name_on_the_hub_of_a_base_in_its_cache(tmp_path, is_named):
     """Whether the model was loaded by that name or from the folder of the revision."""
-    base = Base('owner/a-base')
+    base = LocatedBase('owner/a-base')
     base.folder = tmp_path / 'models--owner--a-base' / 'snapshots' / 'abc'
     if not is_named:
-        base = Base(str(base.folder))
+        base = LocatedBase(str(base.folder))
         base.folder = Path(base)
     base.is_path = not is_named
     folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
@@ -101,7 +101,7 @@ def test_the_name_on_the_hub_of_a_base_in_its_cache(tmp_path, is_named):
 )
 def test_a_base_that_is_not_on_this_machine(tmp_path, name, expected):
     folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
-    write_model_card(folder, Base.locate(name), STEP)
+    write_model_card(folder, LocatedBase.locate(name), STEP)
     assert fields_of(folder).get('base_model') == expected
 
 
@@ -134,7 +134,7 @@ def test_a_base_that_is_not_on_this_machine(tmp_path, name, expected):
 )
 def test_the_library_and_the_class_are_those_of_the_folder(tmp_path, config, files, library, command):
     folder = folder_with(tmp_path / 'out', config, *files)
-    write_model_card(folder, Base.locate(''), STEP)
+    write_model_card(folder, LocatedBase.locate(''), STEP)
     assert fields_of(folder)['library_name'] == library and command_in(folder) == command
 
 
@@ -143,7 +143,7 @@ def test_none_is_written_where_there_is_one_or_none_is_wanted_or_no_library_load
     (folder / 'README.md').write_text('mine')
     (tmp_path / 'empty').mkdir()
     for each in (folder, tmp_path / 'empty'):
-        write_model_card(each, Base.locate(''), STEP)
+        write_model_card(each, LocatedBase.locate(''), STEP)
     assert (folder / 'README.md').read_text() == 'mine' and not (tmp_path / 'empty' / 'README.md').exists()
     committed = save_hf(build('llama'), tmp_path / 'hf_model', model_card=False)
     assert not (committed.path / 'README.md').exists()

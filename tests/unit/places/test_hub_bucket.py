@@ -111,7 +111,7 @@ def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     saves.claim()
     for number in (1, 2, 3):
         save(saves, local, number)
-    saves.release()
+    saves.clean_at_end()
     assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_2', 'hf_model_iter_3')
     assert saves.newest_manifest() == local.newest_manifest() and said == []
     names = {path.name for path in local.path.iterdir()}
