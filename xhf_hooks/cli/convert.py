@@ -88,7 +88,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--verify',
         choices=VERIFY_LEVELS,
         default='sizes',
-        help="what is checked before the commit: 'sizes' (default), or 'full': every byte, read back",
+        metavar='LEVEL',  # with the choices, the help would take two more lines
+        help="before the commit: 'sizes' (default), or 'full': every byte",
     )
     add('--no-model-card', action='store_false', dest='model_card', help='do not write README.md')
     add('--json', action='store_true', help='print JSON, and all else on standard error')

@@ -160,7 +160,7 @@ def test_a_disk_that_is_too_small_is_told_with_what_to_change(folder, tmp_path):
     with pytest.raises(TargetError, match=r'set out_dir to one on a larger disk$') as caught:
         folder.require_disk_space(10**18)
     assert str(tmp_path) in str(caught.value) and '1.00 EB are needed' in str(caught.value)
-    with pytest.raises(TargetError, match=r'larger disk, or keep fewer with max_keep_ckpts$'):
+    with pytest.raises(TargetError, match=r'larger disk, or keep fewer saves$'):
         CheckpointFolder(folder.path, 3).require_disk_space(10**18)
 
 
