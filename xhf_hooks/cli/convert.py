@@ -89,7 +89,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=VERIFY_LEVELS,
         default='sizes',
         metavar='LEVEL',  # with the choices, the help would take two more lines
-        help="before the commit: 'sizes' (default), or 'full': every byte",
+        help="'sizes' (default), or 'full': read every byte back",
     )
     add('--no-model-card', action='store_false', dest='model_card', help='do not write README.md')
     add('--json', action='store_true', help='print JSON, and all else on standard error')
