@@ -37,8 +37,8 @@ def add_older_rope(folder: Path, config: PretrainedConfig) -> list[str]:
         is_of_a_part = any(other.startswith(name) and other != name for other, _, _ in with_rope)
         if older is None and not is_of_a_part:  # transformers 4.57 wrote that of Qwen2-VL's text_config outside, too
             warnings.append(
-                f'config.json: transformers 4 ignores {name}{_ROPE}, and nothing that it reads describes this RoPE of '
-                f'{type(part).__name__}: there, the model computes something else'
+                f'config.json: transformers 4 ignores {name}{_ROPE}, and has no field for this RoPE of '
+                f'{type(part).__name__}: with transformers 4, the model computes other values'
             )
         fields.update({field: value for field, value in (older or {}).items() if field not in fields})
     if with_rope:

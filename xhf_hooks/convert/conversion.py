@@ -183,8 +183,8 @@ class Conversion:
         if adapters_in(module) and read and not is_dtype_known and self._options.dtype is None:
             dtypes = sorted({of_base[name].dtype for name in read})
             notes.append(
-                f'nothing shows in which dtype training had the frozen weights: they are merged as they are in {bases} '
-                f'({", ".join(dtypes)}); --dtype gives another'
+                f'the dtype of the frozen weights during training is unknown: they are merged as they are in {bases} '
+                f'({", ".join(dtypes)}); choose another one with --dtype'
             )
         return notes
 

@@ -316,7 +316,7 @@ def _write_own_save(folder: Path, kind: type, own_save: _OwnSave) -> list[str]:
         return []
     return [
         f'{kind.__name__} has a save_pretrained of its own, which could not be run without weights '
-        f'({error_text(own_save.error)}): what it writes besides them may be missing'
+        f'({error_text(own_save.error)}): files that it writes besides the weights may be missing'
     ]
 
 

@@ -82,7 +82,7 @@ def write_what_surrounds(folder: Path, whole: nn.Module | None, path: str, plann
     written = _Written() if whole is None else _written_around(whole, path, [n for _, n in names_by_identity(whole)])
     kind = type(whole).__name__
     if written.error is not None:
-        return [f'what {kind} has around the exported model is not saved: its save_pretrained: {written.error}']
+        return [f'modules of {kind} outside of the exported model are not saved: its save_pretrained: {written.error}']
     for name, content in written.files.items():
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         if _has_all_names(kind, config, stored):  # transformers before 4.48 loads no tensors that it is given
             return BaseWeights(stored)
-        problem = f'{kind.__name__} did not give its names in memory, so the names in the files are taken'
+        problem = f'could not find out how {kind.__name__} names its weights in memory, so the names in files are used'
         note = f'{folder}: {problem} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
     return BaseWeights(found.tensors, found.model)

@@ -62,7 +62,7 @@ class RunRegistration:
                 other._close()
             elif both and self._run is not None and other._run is not None and not is_another:
                 raise TargetError(
-                    f'{min(both)} is where another hook of this run saves: is it listed twice in custom_hooks (or '
+                    f'another hook of this run already saves to {min(both)}: is it listed twice in custom_hooks (or '
                     f'callbacks)? If both are meant, set out_dir, or upload_to, of one of them'
                 )
             elif both:

@@ -158,7 +158,7 @@ def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_pa
 # Checkpoints without masters, or whose files tell nothing of themselves
 
 
-BY_NAME = 'not verifiable: only the file names say which rank wrote which file'
+BY_NAME = 'could not verify which rank wrote which file: only the file names say so'
 WIDENED = 'have no fp32 master weights in this checkpoint; their 16-bit weights are widened'
 
 

@@ -163,7 +163,7 @@ def test_a_save_of_the_class_that_cannot_be_tried(tmp_path):
     (warning,) = written(tmp_path, WithoutTrial(LlamaConfig(**ZOO['llama'][1])))
     assert warning == (
         'WithoutTrial has a save_pretrained of its own, which could not be run without weights '
-        '(RuntimeError: no weights): what it writes besides them may be missing'
+        '(RuntimeError: no weights): files that it writes besides the weights may be missing'
     )
 
 

@@ -175,7 +175,7 @@ def test_runs_that_go_on_stay(tmp_path):
     for folder in both:
         run.begin(folder)
     assert len(RunRegistration._open) == 3
-    with pytest.raises(TargetError, match='where another hook of this run saves: is it listed twice in custom_hooks'):
+    with pytest.raises(TargetError, match=f'hook of this run already saves to {both[0]}: is it listed twice in custom'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
         saves.save(iteration(1))
@@ -190,7 +190,7 @@ def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
     """Each would take it from the other at every save. Other names or URLs are fine, and so is a run after another."""
     run, url = Run(), (tmp_path / 'store').as_uri()
     one = run.begin(tmp_path / 'one' / 'hf_model', upload_to=url)
-    with pytest.raises(TargetError, match=f'{url}/hf_model is where another hook of this run saves'):
+    with pytest.raises(TargetError, match=f'another hook of this run already saves to {url}/hf_model'):
         run.begin(tmp_path / 'two' / 'hf_model', upload_to=f'{url}/')
     for folder, elsewhere in ((tmp_path / 'two' / 'merged', url), (tmp_path / 'two' / 'hf_model', f'{url}/two')):
         run.begin(folder, upload_to=elsewhere).close()

@@ -75,9 +75,9 @@ def unproven(optims: Sequence[OptimState]) -> tuple[str, ...]:
     """Statements that the files cannot confirm, for the user to check."""
     if len(optims) < 2:
         return ()
-    found = ['not verifiable: that all files are of one run; they agree on ranks, steps and shapes, and name no run']
+    found = ['could not verify that all files are of one run: they agree on ranks, steps and shapes, but name no run']
     if any(optim.saved_as != optim.file.stem for optim in optims):
-        found.append('not verifiable: only the file names say which rank wrote which file')
+        found.append('could not verify which rank wrote which file: only the file names say so')
     return tuple(found)
 
 
@@ -108,8 +108,9 @@ def judge_steps(
     if in_both:
         return []
     return [
-        f'not verifiable: that model and optimizer files are of one step: {steps}. That is so after a resume without '
-        f'optimizer state, and with optimizers that do not count; otherwise put the files of one save together'
+        f'could not verify that model and optimizer files are of one step: {steps}. This is normal after a resume '
+        f'without optimizer state, and with optimizers that do not count steps; otherwise put the files of one save '
+        f'together'
     ]
 
 

@@ -71,7 +71,7 @@ class CheckpointSource:
         self.manifest_fields: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
         self.manifest_fields['checkpoint'] = str(found.path)
         if found.layout == 'dcp':
-            self.unproven = ('not verifiable: that .metadata and all .distcp files are of one save',)
+            self.unproven = ('could not verify that .metadata and all .distcp files are of one save',)
             model, tensors = ModelState(found.path, {}, {}), load_dcp(found)
         else:
             model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
