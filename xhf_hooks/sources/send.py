@@ -1,4 +1,4 @@
-"""What a rank writes, from the live model or from a copy of it: its own slices, received ones, gathered tensors.
+"""Gives the chunks that a rank writes: its own slices, received ones, gathered tensors; of the live model or a copy.
 
 Slices that another rank writes are sent to it, point to point.
 
@@ -173,7 +173,7 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
 
 
 def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, None]:
-    """What this rank copies from the base model, unless a rank has failed that it knows of."""
+    """The chunks that this rank copies from the base model, unless it knows that a rank has failed."""
     with collective.remembering('read'):
         yield from takewhile(lambda _: not collective.is_failing, copied_chunks(plan, collective.rank))
 
