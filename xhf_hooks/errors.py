@@ -76,7 +76,7 @@ class RanksDifferError(SharedError):
 
 
 class AgreedError(SharedError):
-    """What failed on some ranks, in which stage and on which ranks.
+    """Some ranks failed; says in which stage, on which ranks, and why.
 
     Attributes:
         stage (str): Stage of the save that failed, for example ``'write'``.

@@ -85,7 +85,7 @@ def input_embedding(model: nn.Module) -> torch.Tensor | None:
 
 
 def token_embeddings(model: nn.Module) -> list[torch.Tensor]:
-    """Those of a transformers model and of the models in it: encoder and decoder may have vocabularies of their own."""
+    """The token embeddings of a transformers model and of models in it: encoder and decoder may have different ones."""
     found = (input_embedding(part) for part in model.modules() if hasattr(part, 'get_input_embeddings'))
     return list({id(weight): weight for weight in found if weight is not None}.values())
 

@@ -44,7 +44,7 @@ class BackgroundTask(ABC, Generic[Job]):
     nor its model in memory once a save is done: a run that is never closed can be forgotten.
 
     Attributes:
-        name: For the log.
+        name: Its name in the log.
         must_finish: Whether an end waits for it even when training was interrupted.
     """
 

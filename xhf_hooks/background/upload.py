@@ -173,7 +173,7 @@ class Uploads(EachSave[UploadJob]):
             self._is_sending = False
 
     def _begun_since(self, job: UploadJob) -> Pointer | None:
-        """What rank 0 has last begun, if that is this save or a later one: it takes them by number, and skips some."""
+        """The pointer, once rank 0 has begun this save or a later one: it takes saves by number, and skips some."""
         for name, each in {each.name: each for each in [job, *self._waiting]}.items():
             pointer = read_pointer(self._destinations[name].store, name)
             if pointer is not None and pointer.run == each.run and pointer.number >= job.number:

@@ -1,4 +1,4 @@
-"""What the commands have in common: arguments, output of one line, progress."""
+"""Shared code of the commands: arguments, output of one line, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What versions of DeepSpeed leave behind, in classes and in checkpoints."""
+"""Work-arounds for what versions of DeepSpeed leave behind, in classes and in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def n_steps_before_training(version: str | None) -> int:
     (``initialize_optimizer_states`` in ``runtime/zero/stage3.py`` and ``stage_1_and_2.py``); 0.13.5 does not.
 
     Args:
-        version: What the checkpoint records as ``ds_version``.
+        version: The ``ds_version`` that the checkpoint records.
     """
     return int(version is not None and version_numbers(version) < (0, 13, 5))

@@ -42,7 +42,7 @@ def split_state_dict(
     """Split a state dict into weight files, as ``save_pretrained`` does. Runs on: all ranks, with the same result.
 
     Args:
-        items: What stands for each tensor, by its name, in the order of saving.
+        items: A stand-in for each tensor, by its name, in the order of saving.
         get_storage_size: Returns the bytes of a tensor's storage.
         get_storage_id: Returns what tensors of one storage share; None for a tensor of its own.
         filename_pattern: Name of a file, with ``{suffix}`` for its number.

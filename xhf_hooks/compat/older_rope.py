@@ -60,7 +60,7 @@ def _parts(
 
 
 def _descriptions(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What to add, in the words of the classes of transformers 4."""
+    """The fields to add, as the classes of transformers 4 name them."""
     rope = fields[_ROPE]
     if isinstance(rope.get('full_attention'), dict) and isinstance(rope.get('sliding_attention'), dict):
         full, sliding = rope['full_attention'], rope['sliding_attention']
@@ -98,7 +98,7 @@ def _is_proven(config: PretrainedConfig, fields: Mapping[str, Any], older: Mappi
 
 
 def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``from_pretrained`` makes of them. It also decodes infinite numbers, which JSON does not have."""
+    """The config that ``from_pretrained`` reads from them. It also decodes infinite numbers, which JSON lacks."""
     with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
         Path(folder, 'config.json').write_text(json.dumps(fields), encoding='utf-8')
         read = type(config).from_pretrained(folder).to_dict()

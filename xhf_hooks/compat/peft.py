@@ -65,7 +65,7 @@ def _edited_base(init: Any, seed: int) -> torch.Tensor | None:
     """By how much an adapter changes a layer when it is made; None if it cannot be made of a layer alone.
 
     Args:
-        seed: Of the random numbers that the init may draw. The layer does not depend on it.
+        seed: The seed of random numbers that the init may draw. The layer does not depend on it.
     """
     weight = torch.arange(32 * 32, dtype=torch.float32).sin().view(32, 32)  # with many singular values
     if init is None or isinstance(init, bool):

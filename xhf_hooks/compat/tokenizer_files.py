@@ -105,9 +105,9 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
     """The first form from which the same tokenizer is loaded, and warnings.
 
     Args:
-        saved: What the tokenizer itself saves.
+        saved: The files that the tokenizer itself saves.
         beside: The config.json of the model: AutoTokenizer also reads the model's type.
-        folder: For temporary files.
+        folder: A folder for temporary files.
     """
     import transformers
 
@@ -160,7 +160,7 @@ def _with_older_files(files: _Files, before: _Files, base_dir: str) -> _Files:
     They are the base's with the fields that changed. transformers 4.48 cannot read them in processor_config.json.
 
     Args:
-        before: What the base's processor saves; what is not known of it counts as changed.
+        before: The files that the base's processor saves; fields that they lack count as changed.
     """
     now, then = (json.loads(each.get(PROCESSOR, b'{}')) for each in (files, before))
     older = {}
@@ -228,7 +228,7 @@ def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[
 
 
 def _base_of(tokenizer: Any | None, base_dir: str) -> str:
-    """Where the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
+    """The base that the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
     name = getattr(tokenizer, 'name_or_path', None)
     own = base_of(tokenizer, name) if isinstance(name, str) else ''
     return own if has_base_file(own, CONFIG) else base_dir
@@ -276,7 +276,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _saved(tokenizer: Any, folder: Path) -> _Files:
-    """What it saves, without truncation and padding."""
+    """The files that the tokenizer saves, without truncation and padding."""
     with _temporary(folder) as temporary:
         tokenizer.save_pretrained(temporary)
         paths = sorted(path for path in temporary.rglob('*') if path.is_file())
@@ -287,7 +287,7 @@ def _saved(tokenizer: Any, folder: Path) -> _Files:
 
 
 def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
-    """What it saves; None if there is nothing, or if that fails for any reason but the disk."""
+    """The files that the tokenizer saves; None if saving fails for any other reason than the disk."""
     if other is None:
         return None
     try:
@@ -301,7 +301,7 @@ def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
 
 
 def _saved_again(base_dir: str, folder: Path) -> _Files | None:
-    """What the tokenizer in a folder saves. It is only compared: failures count as another tokenizer."""
+    """The files that the base's tokenizer saves, for a comparison: a failure counts as another tokenizer."""
     try:
         loaded = load_tokenizer(base_dir, trust_remote_code=False)
     except Exception:  # of any type, from a tokenizer library that reads damaged or unknown files

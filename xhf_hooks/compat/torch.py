@@ -22,7 +22,7 @@ def new_gloo_group(connect_timeout: timedelta, timeout: timedelta, *, prefix: st
     Args:
         connect_timeout: How long the ranks may take to connect.
         timeout: How long a rank waits for the other ranks in each later operation.
-        prefix: Of what the ranks write into the store of the default group. It must be new: torch's own prefix is a
+        prefix: Prefix of the ranks' keys in the store of the default group. It must be new: torch's own prefix is a
             count, and in torchrun's store, which outlives a restart, ranks would find the addresses of dead ones.
 
     Raises:

@@ -51,7 +51,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def accepted_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that the constructor of a class takes by name."""
+    """The options that the constructor of a class takes by name."""
     taken = inspect.signature(kind).parameters
     return {name: value for name, value in options.items() if name in taken}
 
@@ -175,7 +175,7 @@ def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
 
 
 def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
-    """What ``save_pretrained`` leaves out of names of tensors and older readers expect there, by the path in the model.
+    """Parts of tensor names that ``save_pretrained`` leaves out and older readers expect, by the path in the model.
 
     transformers 5 has flattened the vision towers of CLIP and SigLIP: it takes ``vision_model.`` off older names when
     it loads them, and puts it back only if it has loaded the model so (its function ``revert_weight_conversion``).
@@ -210,7 +210,7 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
     device map is given, as when loading is checked. transformers 5 ties afterwards.
 
     Args:
-        model: As its class builds it, on the meta device.
+        model: The model as its class builds it, on the meta device.
     """
     groups = (set(names) for _, names in names_by_identity(model))
     return {name for names in groups if not names.issubset(not_written) for name in names if name in not_written}
@@ -219,13 +219,13 @@ def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]
 def loaded_without_device_map(
     load: Callable[[], tuple[Any, Any]], given: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
 ) -> tuple[Any, Any] | None:
-    """What ``loading_check.load_and_tell`` returns; None where that fails, too.
+    """The same result as ``loading_check.load_with_info``, without a device map; None if that fails, too.
 
     transformers before 4.48 forgets the tensors that it is given with a device map. Without one, on the meta device, it
     takes all tensors for one, and reports nothing missing. It renames nothing.
 
     Args:
-        load: Calls ``load_and_tell``.
+        load: Calls ``load_with_info``.
         given: Names of the tensors that it is given.
         on_meta: Ways to build a model on the meta device, of which the first that works is taken.
     """

@@ -81,7 +81,7 @@ class Conversion:
     """The conversion of one checkpoint. Runs on: one process.
 
     Attributes:
-        outputs: What :meth:`run` writes.
+        outputs: The tensors that :meth:`run` writes.
         warnings: Notes for the user before anything is written.
 
     Raises:
@@ -294,7 +294,7 @@ class Conversion:
         self._exporter.write_hf_assets(folder, tokenizer, eos_token_ids)
 
     def options_shown_by(self, shown: Mapping[str, str]) -> dict[str, str]:
-        """Those of the options that the user left open and that apply to this model.
+        """The options that the user left open and that apply to this model.
 
         Args:
             shown: Values of ``lora`` and ``llava_format`` that a folder shows, with which it is to be compared.
@@ -342,7 +342,7 @@ def _reward_token_id(module: nn.Module, config: RunConfig | None) -> int | None:
 
 
 def describe_checkpoint(source: CheckpointSource) -> list[str]:
-    """What a checkpoint holds, and what its files cannot prove, as text."""
+    """Lines about the content of a checkpoint, and about statements that its files cannot prove."""
     specs, fields = source.specs(), source.manifest_fields
     iteration = 'unknown' if source.iteration is None else source.iteration
     details = [f'{n} {dtype}' for dtype, n in Counter(spec.dtype for spec in specs).items()]

@@ -32,7 +32,7 @@ class Exporter(ABC):
 
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
-        left_out_trained: Those of them that training changes, as of the last :meth:`look_for_left_out`.
+        left_out_trained: The left-out tensors that training changes, as of the last :meth:`look_for_left_out`.
         is_complete: Whether it writes a complete model of transformers, perhaps among other parts.
         carry_base: The option. Set by ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.

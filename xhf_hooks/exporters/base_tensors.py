@@ -23,7 +23,7 @@ _MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
 def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_dir: str) -> list[ExportEntry]:
-    """What the option ``carry_base`` copies: tensors of the base in modules that its class does not have.
+    """The tensors that the option ``carry_base`` copies: those of the base in modules that its class does not have.
 
     Args:
         written: Names of what is written without them.
@@ -63,7 +63,7 @@ def _entries_in(base_dir: str) -> list[ExportEntry]:
 def _without_modules(
     in_base: Sequence[ExportEntry], written: Sequence[str], reference: PreTrainedModel
 ) -> list[ExportEntry]:
-    """Those of the base's tensors in modules that the reference does not have."""
+    """The base's tensors in modules that the reference does not have."""
     names = set(written)
     prefix = f'{reference.base_model_prefix}.'
     modules = {name for name, _ in reference.named_modules(remove_duplicate=False)}

@@ -161,7 +161,7 @@ def inactive_adapters(peft_model: PeftModel) -> list[str]:
 
 
 def _base_paths(path: str) -> list[str]:
-    """Where the base model of the PeftModel at ``path`` may be: directly below it (prompt tuning), or in a tuner."""
+    """Paths at which the base model of the PeftModel at ``path`` may be: below it (prompt tuning), or in a tuner."""
     return [f'{path}.base_model'.removeprefix('.'), base_path(path)]
 
 

@@ -262,13 +262,13 @@ def _saved_generation_config(model: PreTrainedModel, own_save: _OwnSave | None) 
 
 @dataclass(frozen=True)
 class _OwnSave:
-    """What a class that overrides ``save_pretrained`` writes besides weights.
+    """The files that a class that overrides ``save_pretrained`` writes besides weights.
 
     Attributes:
         generation: The generation config as the override has left it.
         files: Content by path.
-        fields: Those of config.json that the override has set.
-        error: Why it could not be tried to the end; None if it was.
+        fields: Fields of config.json that the override has set.
+        error: Why the override did not run to its end; None if it did.
     """
 
     generation: GenerationConfig | None

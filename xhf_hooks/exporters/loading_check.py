@@ -67,7 +67,7 @@ def load_empty(
             raise ModelError(f'{type(config).__name__} would not load its own config.json: {reason}') from error
         restore_inherited_init(kind)
         tensors = _empty(placements)
-        load = partial(load_and_tell, kind, None, dtype, config=read, state_dict=tensors, **(arguments or {}))
+        load = partial(load_with_info, kind, None, dtype, config=read, state_dict=tensors, **(arguments or {}))
         try:
             model, problems = load(device_map={'': 'meta'})
         except Exception:  # of any type, from custom code; raised again if the other way fails, too
@@ -103,7 +103,7 @@ def load_and_find_fp32(
     return {name for name, tensor in module_tensors(loaded) if tensor.dtype == torch.float32}
 
 
-def load_and_tell(
+def load_with_info(
     kind: Any, source: str | None, torch_dtype: torch.dtype | str = 'auto', **options: Any
 ) -> tuple[Any, Problems]:
     """Call ``from_pretrained`` of a class; returns the model, and what transformers reports of it."""
@@ -162,7 +162,7 @@ def load_adapter_and_tell(model: PeftModel, tensors: dict[str, torch.Tensor]) ->
 
 
 def differences(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> Problems:
-    """How the names and shapes of tensors differ."""
+    """The differences in names and shapes of tensors."""
     shapes = {name: (found[name], shape) for name, shape in expected.items() if name in found}
     return {
         'missing': [name for name in expected if name not in found],

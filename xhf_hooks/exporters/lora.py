@@ -142,7 +142,7 @@ class AdapterExporter(Exporter):
         return [*unchanged_entries(found, dtype, ADAPTER_FILES), *around]
 
     def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """What peft's ``save_pretrained`` writes of an adapter, by the names that it gives.
+        """The tensors that peft's ``save_pretrained`` writes of an adapter, by the names that it gives.
 
         Args:
             adapter: The name of the adapter.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What one adapter adds to a weight.
+    """The update that one adapter adds to a weight.
 
     Attributes:
         lora_a: Source name of the first factor, ``(rank, in, ...)``.
@@ -49,7 +49,7 @@ class WeightMerge:
 
     Attributes:
         base: Source name of the weight, ``(out, in, ...)``.
-        updates: What each active adapter adds to it, in the order in which peft merges them.
+        updates: The update of each active adapter, in the order in which peft merges them.
         transposed: The weight is stored as ``(in, out)``: embeddings, and GPT-2's Conv1D.
         of_experts: peft's ``ParamWrapper`` of a weight ``(experts, out, in)``, or ``(experts, in, out)`` if transposed.
             The factors are ``(experts * rank, in)`` and ``(out, rank * experts)``.

@@ -62,7 +62,7 @@ def copy_on_meta(
     Such as one whose ``__init__`` takes more than the config. Tensors are tied as the config says.
 
     Args:
-        config: That of the copy.
+        config: The config of the copy.
         shapes: The full shapes of the tensors by name. A rank may hold slices.
     """
     copies: dict[int, nn.Module] = {}
@@ -122,7 +122,7 @@ def without_zero_init() -> Iterator[None]:
 
 
 def call_on_meta(build: Callable[[], Built]) -> Built:
-    """What ``build`` returns, with all tensors on the meta device.
+    """Call ``build`` so that all tensors of the model are on the meta device.
 
     Some classes read values while they are built, which tensors on the meta device do not have: InternVL and Swin take
     the rates of stochastic depth from ``torch.linspace(...)``. These are built again with only their parameters there,
@@ -204,7 +204,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def tensors_of_modules_on_meta() -> Iterator[None]:
-    """As :func:`_parameters_on_meta`, for buffers, too. A class that reads its own buffers cannot be built inside."""
+    """Inside, buffers go to the meta device, too. A class that reads its own buffers cannot be built inside."""
     register = nn.Module.register_buffer
 
     def register_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:

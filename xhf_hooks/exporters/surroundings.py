@@ -1,4 +1,4 @@
-"""What surrounds the exported model: in a SentenceTransformer the pooling, and modules with weights of their own."""
+"""Modules around the exported model: in a SentenceTransformer the pooling, and modules with weights of their own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NUMBER_DTYPE, _NUMBER_NBYTES = 'I64', 8
 
 @dataclass(frozen=True)
 class _Written:
-    """What the trained model's own ``save_pretrained`` writes around the exported model.
+    """The files that the trained model's own ``save_pretrained`` writes around the exported model.
 
     Attributes:
         files: Content by path, without those that have weights.
         tensors: By the path of a safetensors file, the tensor's number by its name in the file.
         unknown: Paths of other files with weights.
-        error: Why it could not be tried; None if it was.
+        error: Why ``save_pretrained`` could not be tried; None if it was.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)

@@ -67,12 +67,12 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
 
 
 def has_tokenizer(found: Any) -> bool:
-    """Whether it is a tokenizer, or a processor with one, and not one for images or sound alone."""
+    """Whether the object is a tokenizer, or a processor with one, and not one for images or sound alone."""
     return not _kind_of_part(found)
 
 
 def _kind_of_part(part: Any) -> str | None:
-    """Of an image processor, a video processor or a feature extractor; None for anything else."""
+    """The kind of an image processor, a video processor or a feature extractor; None for anything else."""
     of_part = {kind.__name__ for kind in type(part).__mro__}
     return next((kind for kind in _KINDS_OF_PARTS if kind in of_part), None)
 
@@ -118,7 +118,7 @@ def _told(tokenizer: Any | None, where: str) -> list[str]:
 
 
 def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
-    """What the config describes. An error of the Hub's library about a folder that is not there is said in a line."""
+    """Build what the config describes. The Hub library's long error about a missing folder becomes one line."""
     name = recipe.get('pretrained_model_name_or_path')
     try:
         return build_from_config(recipe)

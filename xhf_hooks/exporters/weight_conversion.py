@@ -85,7 +85,7 @@ class ConversionGroup:
 
     @property
     def form(self) -> Hashable:
-        """What it has in common with the groups of other layers: names without numbers, shapes and dtypes."""
+        """A key that is equal for the groups of all layers: names without numbers, shapes and dtypes."""
         inputs = [(_NUMBERS.sub('*', name), spec.shape, spec.dtype) for name, spec in self.inputs.items()]
         return *inputs, frozenset(Counter((_NUMBERS.sub('*', n), shape) for n, shape in self.shapes.items()).items())
 

@@ -39,7 +39,7 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
 
 
 def shift(crc: int, nbytes: int) -> int:
-    """What bytes with this checksum add (by XOR) to that of a text in which ``nbytes`` more bytes follow them."""
+    """The contribution (by XOR) of bytes with this checksum to the checksum of a text with ``nbytes`` more bytes."""
     return combine(crc, 0, nbytes)
 
 

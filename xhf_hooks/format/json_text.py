@@ -7,7 +7,7 @@ from typing import Any
 
 
 def json_text(value: Any, *, indent: int, depth: int, sort_keys: bool = False) -> str:
-    """As ``json.dumps`` with this indent, but whatever is in more than ``depth`` objects is in one line.
+    """The text of ``json.dumps`` with this indent, except that objects nested deeper than ``depth`` are on one line.
 
     For the many thousands of tensors of a model, it takes a tenth of the time.
     """

@@ -27,7 +27,8 @@ class BestSave:
 
     Attributes:
         metric: None if the manifest has no score.
-        suffix: Of its name, if a save of this run would replace it; see :meth:`BestMetric.suffix`.
+        where: Its folder or URL.
+        suffix: The suffix of its name, if a save of this run would replace it; see :meth:`BestMetric.suffix`.
     """
 
     where: str
@@ -37,7 +38,7 @@ class BestSave:
 
     @classmethod
     def described_by(cls, manifest: bytes, where: str, suffix: str | None = None) -> BestSave:
-        """What its manifest says."""
+        """The best save that a manifest describes."""
         try:
             best = json.loads(manifest)['best']
             metric, score = str(best['metric']), float(best['score'])
@@ -80,13 +81,13 @@ class BestMetric(CheckpointHook):
             )
 
     def begin(self, newest: Path, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
-        """Take over the scores of earlier saves, and return log messages. Runs on: rank 0.
+        """Take over the scores of earlier saves; returns log messages. Runs on: rank 0.
 
         Args:
             newest: The folder of the newest save, for the runs that are resumed from this one.
 
         Raises:
-            TargetError: One that would be replaced belongs to another metric, or has no known score.
+            TargetError: A save that would be replaced belongs to another metric, or has no known score.
         """
         self._earlier = earlier
         folders = [*hub.runtime_info.get(_FOLDERS_KEY, ()), str(newest)]
@@ -134,7 +135,7 @@ class BestMetric(CheckpointHook):
         hub.update_info(_score_key(metric), score)
 
     def manifest_fields(self, metric: str, score: float) -> dict[str, Any]:
-        """What the manifest of a save records about its score; NaN and infinity as text."""
+        """The fields of the manifest about the score of a save; NaN and infinity as text."""
         number = float(score)
         written = number if math.isfinite(number) else str(number)
         return {'best': {'metric': metric, 'score': written, 'rule': self._rule(metric)}}
@@ -144,7 +145,7 @@ class BestMetric(CheckpointHook):
         return [self.suffix(metric) for metric in self.key_indicators]
 
     def suffix(self, metric: str) -> str:
-        """Of the name of the folder: ``best``, or ``best_<metric>`` if there are several metrics."""
+        """The suffix of the folder's name: ``best``, or ``best_<metric>`` if there are several metrics."""
         return 'best' if len(self.key_indicators) == 1 else f'best_{metric}'.replace('/', '_')
 
     def _take_over(self, metric: str, hub: MessageHub) -> None:

@@ -25,7 +25,7 @@ HFCheckpointOptions: Any = create_model(  # type: ignore[call-overload]
 
 
 class HFCheckpointArgs(BaseModel):
-    """What this plugin adds to Axolotl's YAML: ``hf_checkpoint``, with the options below it."""
+    """The fields that this plugin adds to Axolotl's YAML: ``hf_checkpoint``, with the options below it."""
 
     hf_checkpoint: HFCheckpointOptions | None = None
 

@@ -108,7 +108,7 @@ class Manifest:
     """A validated manifest.
 
     Attributes:
-        files: By relative path, with slashes. The manifest itself is not among them.
+        files: The files by relative path, with slashes. The manifest itself is not among them.
         number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
         name: The final name under which it was committed; '' if the manifest does not have it.
     """
@@ -120,7 +120,7 @@ class Manifest:
     manifest_fields: dict[str, Any] = field(repr=False)
 
     def is_later(self, other: Manifest) -> bool:
-        """Whether it was committed later, under the same final name."""
+        """Whether this save was committed later than the other, under the same final name."""
         return (self.number, self.step.iteration) > (other.number, other.step.iteration)
 
 

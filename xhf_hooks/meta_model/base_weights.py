@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from xhf_hooks.exporters.loading_check import Problems, load_and_tell
+from xhf_hooks.exporters.loading_check import Problems, load_with_info
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
@@ -37,7 +37,7 @@ _UNCHANGED = ('to', 'detach', '__getitem__', 'requires_grad_', 'contiguous', '__
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """What a folder lends a run.
+    """The tensors of a base model, for weights that the checkpoint of a run lacks.
 
     Attributes:
         tensors: By name in the model. Those that the model lacks are left out.
@@ -53,7 +53,7 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     """Load a folder as ``from_pretrained`` of the class does, without reading weights.
 
     Args:
-        config: That of the folder, which may differ from that of the trained model, as in its vocabulary.
+        config: The config of the folder, which may differ from the trained model's, as in its vocabulary.
 
     Raises:
         CheckpointError: Files are missing or damaged.
@@ -82,13 +82,13 @@ def _has_all_names(kind: type[PreTrainedModel], config: PretrainedConfig, stored
 
 @dataclass(frozen=True)
 class Loaded:
-    """What ``from_pretrained`` makes of stored tensors.
+    """A model that ``from_pretrained`` has made from stored tensors.
 
     Attributes:
         tensors: By name in the model. Those that the model lacks are left out.
         model: The model as ``from_pretrained`` makes it, on the meta device.
         sources: The names, among those that were given, of what each of them is made of; by name in the model.
-        problems: What transformers reports: names by kind of problem.
+        problems: The problems that transformers reports: names by kind of problem.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -107,7 +107,7 @@ def load_recorded(kind: type[PreTrainedModel], config: PretrainedConfig, stored:
     if hasattr(config, 'quantization_config'):  # loading would make other classes of layers
         del config.quantization_config
     state = {name: _recorded(name, tensor) for name, tensor in stored.items()}
-    model, problems = load_and_tell(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
+    model, problems = load_with_info(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
     last_made = _LastMade()
     recorded = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, _Recorded)}
     tensors = {name: _stored(name, tensor, stored, last_made) for name, tensor in recorded.items()}

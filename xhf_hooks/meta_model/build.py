@@ -203,7 +203,7 @@ def _config_of_run(
     Args:
         folder: Where the config.json is.
         base: Folder or hub name of the base model.
-        given: That of ``--base``.
+        given: The value of ``--base``.
     """
     if folder is None:
         return None
@@ -227,7 +227,7 @@ def _config_of_run(
 
 
 def _sizes(config: PretrainedConfig) -> tuple[Any, ...]:
-    """What no training changes: the kind of model and its width and depth."""
+    """The fields of a config that no training changes: the kind of model and its width and depth."""
     text = text_config(config)
     names = ('hidden_size', 'd_model', 'n_embd', 'num_hidden_layers', 'n_layer')
     return (config.model_type, *(getattr(text, name, None) for name in names))

@@ -16,7 +16,7 @@ from xhf_hooks.sources.stored_tensors import StoredTensor
 
 
 def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:
-    """Those of the names whose tensors are not trained."""
+    """The names whose tensors are not trained."""
     return [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in names]
 
 

@@ -34,9 +34,9 @@ class Match:
     """The trained model's tensors, by name in the meta model.
 
     Attributes:
-        tensors: Those that can be read.
+        tensors: The tensors that can be read.
         lent: The folder of the base that lends a tensor, by the names of frozen ones that the checkpoint lacks.
-        lacking: Those that neither the checkpoint nor a base has.
+        lacking: Names of tensors that neither the checkpoint nor a base has.
         refused: Why a base does not lend them, by the names of those that are frozen.
         notes: Messages for the log.
     """

@@ -30,7 +30,7 @@ def adapt_parts(
     """The model with the adapters that the checkpoint's names show, if the run's config says how they were made.
 
     Args:
-        prefix: That of the model's tensors in the checkpoint.
+        prefix: The prefix of the model's tensors in the checkpoint.
 
     Raises:
         ConfigError: The config has several that may be meant.

@@ -30,11 +30,11 @@ _ADAPTED = re.compile(r'(.+)\.lora_(embedding_)?[AB]\..*')
 
 @dataclass
 class RenamedTensors:
-    """What transformers makes of tensors whose names the model does not have.
+    """Tensors that transformers makes from checkpoint tensors whose names the model does not have.
 
     Attributes:
         tensors: By name in the trained model.
-        used: Names in the checkpoint of what they are made of, and of what transformers itself ignores.
+        used: Names in the checkpoint of the tensors that they are made of, or that transformers itself ignores.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
 
 
 def _load_by_name(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Loaded:
-    """What loading would make of them where names are not converted.
+    """The model that loading would make of the tensors if names are not converted.
 
     transformers before 4.48 cannot load tensors without values.
     """

@@ -28,10 +28,10 @@ def find_prefix(
     """The prefix of the model's tensors in the checkpoint, such as ``'llm.'``; '' for the model itself.
 
     Args:
-        names_in_files: Those of the base's files, which may be names of the version that trained.
+        names_in_files: Names in the base's files, which may be those of the transformers version that trained.
         stored: The checkpoint's tensors, by each of their names.
         module: The option ``module``, which chooses among several.
-        where: What the model was built from, for messages.
+        where: The config or folder that the model was built from, for messages.
 
     Raises:
         BaseModelError: The checkpoint has no such model.
@@ -64,7 +64,7 @@ def find_prefix(
 
 
 def _count_prefixes(own: Collection[str], stored: Iterable[str]) -> Counter[str]:
-    """How many of a model's names are in the checkpoint, by what stands before them there."""
+    """For each prefix in the checkpoint, how many of a model's names follow it there."""
     names, counts = set(own), Counter[str]()
     for there in stored:
         starts = (0, *(match.end() for match in re.finditer(r'\.', there)))
@@ -143,7 +143,7 @@ def find_class(
 
 
 def _names_outside_of_backbone(model: PreTrainedModel) -> list[str]:
-    """Those of a head; none if the model is a backbone itself."""
+    """The names of a head's tensors; none if the model is a backbone itself."""
     names = [name for name, _ in module_tensors(model)]
     outside = [name for name in names if not name.startswith(f'{model.base_model_prefix}.')]
     return outside if len(outside) < len(names) else []

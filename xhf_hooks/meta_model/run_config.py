@@ -131,7 +131,7 @@ def _configs_beside(checkpoint: Path, notes: list[str]) -> tuple[list[RunConfig]
 
 
 def _first_difference(a: Any, b: Any, path: str = '') -> str | None:
-    """Where two configs differ, with both values; None if they do not, or where one of them is unread."""
+    """The first field in which two configs differ, with both values; None if there is none, or it is unread."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         differences = (_first_difference(a.get(name), b.get(name), f'{path}.{name}') for name in [*a, *b])
         return next((found for found in differences if found is not None), None)
@@ -227,7 +227,7 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
 
 
 def _reads_base(node: ast.stmt) -> bool:
-    """Whether it is ``with read_base():`` of MMEngine's lazy configs."""
+    """Whether the statement is ``with read_base():`` of MMEngine's lazy configs."""
     return isinstance(node, ast.With) and any('read_base' in ast.dump(item.context_expr) for item in node.items)
 
 

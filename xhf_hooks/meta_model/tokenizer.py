@@ -122,7 +122,7 @@ def _beside(
     """The tokenizer or processor beside the checkpoint, None if there is none; and notes for the log.
 
     Args:
-        base: That of ``--base``.
+        base: The value of ``--base``.
         base_dir: The base model, in whose words the tokenizer is written.
     """
     folder = folder_of_trainer_files(checkpoint, _SAVED, *PROCESSOR_FILES)

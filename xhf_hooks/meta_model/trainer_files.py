@@ -54,7 +54,7 @@ def adapter_of_trainer(found: FoundCheckpoint) -> dict[str, StoredTensor]:
 def frozen_only(
     module: nn.Module, trainer_files: Mapping[str, StoredTensor], stored: Collection[str]
 ) -> list[StoredTensor]:
-    """Those of the tensors that the checkpoint lacks, such as resized embeddings.
+    """The frozen tensors in a trainer's files that the checkpoint lacks, such as resized embeddings.
 
     Frozen ones alone: of every step they are the same, and peft writes them under their own names.
     """

@@ -64,7 +64,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = N
 
     Args:
         why: Where ``base`` comes from, for messages.
-        remedy: What the user can do if the folder is not there.
+        remedy: The remedy to name if the folder is not there.
 
     Raises:
         BaseModelError: It is missing, or needs custom code.
@@ -223,7 +223,7 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
 
 
 def other_version_remedy(models: Sequence[nn.Module]) -> str:
-    """What to do where names differ although the base is right, to continue a message: training had another version.
+    """The remedy if names differ although the base is right, to continue a message: training had another version.
 
     Args:
         models: As they were built from the configs of their bases.

@@ -111,7 +111,7 @@ def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases
 
     Args:
         name: The name of their saves, such as ``hf_model``.
-        bases: As for :func:`prepare_targets`.
+        bases: As in :func:`prepare_targets`.
     """
     for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):
         left = CheckpointFolder(run / name, max_keep=-1, warn=log.warning)

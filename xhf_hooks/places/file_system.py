@@ -45,7 +45,7 @@ def look_up(path: Path) -> os.stat_result | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and not a link to one, on the server."""
+    """Whether the path is a folder, and not a link to one, on the server."""
     found = look_up(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 

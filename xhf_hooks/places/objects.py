@@ -61,7 +61,7 @@ class Store:
 
     Attributes:
         answer_secs: Deadline of a request to a library with an asynchronous interface (of S3, GCS and Azure).
-        least_rate: That of a file is later by its bytes at so many bytes per second.
+        least_rate: The slowest accepted upload of a file, in bytes per second; its deadline is later accordingly.
         pauses_secs: Pauses before a request is sent again.
         patience_secs: A request that fails after this time is not sent again.
 

@@ -72,7 +72,7 @@ class WrittenSave:
     """A save whose bytes are written but not committed.
 
     Attributes:
-        tensors: What all ranks have written; on other ranks than rank 0, empty.
+        tensors: The tensors that all ranks have written; empty on other ranks than rank 0.
     """
 
     plan: SavePlan

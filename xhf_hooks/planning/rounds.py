@@ -79,7 +79,7 @@ class Round:
         return dict(nbytes)
 
     def arriving(self, owner: int) -> Iterator[tuple[int, Portion, range]]:
-        """What an owner receives: from each rank, elements of portions, in the order of that rank's message."""
+        """The elements that an owner receives from each rank, in the order of that rank's message."""
         for portion in self.for_owner(owner):
             for sender in portion.spread.holders:
                 elements = portion.held_by(sender)

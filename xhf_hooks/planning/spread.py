@@ -120,7 +120,7 @@ def spread_over(numel: int, splits: Iterable[tuple[int, int, int]], world_size: 
 
 
 def mesh_strides(ranks: np.ndarray) -> tuple[int, ...] | None:
-    """How the ranks of this rank's mesh grow along each of its dimensions.
+    """The stride of ranks along each dimension of this rank's mesh.
 
     Returns:
         None if these are not dimensions of a mesh of all ranks in order.

@@ -144,7 +144,7 @@ class Placement:
 
     @property
     def source_range(self) -> range:
-        """Its elements in the group's only source tensor, if they are consecutive there."""
+        """The placement's elements in the group's only source tensor, if they are consecutive there."""
         first = self.source_offset or 0
         return range(first, first + math.prod(self.shape))
 

@@ -348,7 +348,7 @@ class CheckpointManager:
         return self.collective.any(has_changed, 'finish')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """What saves to ``extra_targets`` would replace, there and in the store of ``upload_to``. Runs on: rank 0.
+        """Manifests of the saves that those in ``extra_targets`` would replace, also in the store. Runs on: rank 0.
 
         Returns:
             The manifest of each save, its folder or URL, and the suffix.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -82,7 +83,7 @@ class RunRegistration:
         run = None if self._run is None else self._run()
         if run is None:
             return False
-        owners = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(None))
+        owners = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(inspect.currentframe()))
         return any(owner is run or getattr(owner, '__dict__', {}).get('state') is run for owner in owners)
 
     def register(self) -> None:

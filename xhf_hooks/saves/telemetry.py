@@ -22,8 +22,8 @@ class SaveClock:
     """Times one save, stage by stage, and meters its memory. Runs on: all ranks, one thread at a time.
 
     Args:
-        call_began: When a call began whose only purpose is this save (``time.perf_counter()``). All that it does first
-            is a stage, too.
+        call_began: ``time.perf_counter()`` when a call began that makes this save alone: the time before the save
+            counts as a stage, too. None: the save begins now.
     """
 
     def __init__(self, call_began: float | None = None) -> None:
@@ -34,7 +34,7 @@ class SaveClock:
         self._stalled_secs: float | None = None
 
     def begin(self, stage: str) -> None:
-        """From now on, time belongs to this stage."""
+        """Count the time from now on as this stage."""
         self._begun.append((stage, time.perf_counter()))
 
     def training_goes_on(self) -> None:
@@ -48,7 +48,7 @@ class SaveClock:
 
     @property
     def stalled_secs(self) -> float:
-        """How long the save has stalled training."""
+        """Seconds for which the save has stalled training."""
         return self.seconds if self._stalled_secs is None else self._stalled_secs
 
     @property

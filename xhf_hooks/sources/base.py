@@ -131,7 +131,7 @@ class Source:
             )
 
     def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What this rank has of a parameter's 16-bit weights and of their master: the same elements of both."""
+        """This rank's elements of a parameter's 16-bit weights, and the same elements of their master."""
         tensor = self._tensors[spec.name]
         mapping = tensor._hp_mapping
         if mapping is None:
@@ -196,7 +196,7 @@ class Source:
         return LocalElements(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
 
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
-        """Those of the tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
+        """The tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
         spreads = ((spec, self._once_spread_of(self._tensors[spec.name])) for spec in specs)
         return {spec: spread for spec, spread in spreads if spread is not None and spread.replicated}
 

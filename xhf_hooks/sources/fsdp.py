@@ -203,7 +203,7 @@ class Fsdp1Source(Source):
 
 
 def _is_class_of_torch(cls: type, name: str) -> bool:
-    """Whether it is torch.distributed's class of this name; the classes are in other modules before torch 2.6."""
+    """Whether the type is torch.distributed's class of this name; before torch 2.6 it is in another module."""
     return any(base.__name__ == name and base.__module__.startswith('torch.distributed.') for base in cls.__mro__)
 
 
@@ -218,7 +218,7 @@ def _row_splits(tensor: DTensor, strides: tuple[int, ...] | None) -> list[tuple[
     ``_StridedShard``, whose ``split_factor`` is the number of parts before its split.
 
     Args:
-        strides: Those of the mesh (:func:`mesh_strides`).
+        strides: The strides of the mesh (:func:`mesh_strides`).
 
     Returns:
         None if a rank's elements are not consecutive, as where tensor parallelism splits columns.

@@ -46,7 +46,7 @@ class AutoTpSource(Source):
         return any(map(_is_split, parameters_of(modules_in(model))))
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
-        """As of other models, but for the masters, which ZeRO spreads over some of the ranks only."""
+        """The same as for other models, except for masters, which ZeRO spreads over some of the ranks only."""
         return super().spread([spec for spec in specs if not spec.from_master], collective)
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
@@ -153,7 +153,7 @@ def _description(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _is_of_some_ranks(parameter: torch.Tensor) -> bool:
-    """Whether it belongs to an expert that other ranks do not have (DeepSpeed ``moe/experts.py``)."""
+    """Whether the parameter belongs to an expert that other ranks do not have (DeepSpeed ``moe/experts.py``)."""
     if getattr(parameter, 'allreduce', True) is not False or not hasattr(parameter, 'group_name'):
         return False
     from deepspeed.utils import groups

@@ -61,7 +61,7 @@ def unsent(plan: SavePlan, source: Source, collective: Collective, to_host: ToHo
 
 
 def _portions_from_another_group_each(plan: SavePlan, collective: Collective) -> Iterator[Portion]:
-    """What ranks write in slices, rotated so that each rank begins with a different group.
+    """The portions of ``writer='positional'``, rotated so that each rank begins with a different group.
 
     Most file systems let one process at a time write to a file; ranks that write to different files need not wait.
     """

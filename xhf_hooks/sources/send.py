@@ -1,4 +1,4 @@
-"""What a rank writes, from the live model or from a copy of it: its own slices, received ones, gathered tensors.
+"""Gives the chunks that a rank writes: its own slices, received ones, gathered tensors; of the live model or a copy.
 
 Slices that another rank writes are sent to it, point to point.
 
@@ -45,7 +45,7 @@ class SliceSender:
     and no device collective waits for a disk.
 
     Args:
-        read: Does not communicate. Its errors are remembered.
+        read: Reads slices without communication. Its errors are remembered.
         pinned: Whether the slices are on a device, so that buffers in pinned memory are faster.
     """
 
@@ -55,9 +55,9 @@ class SliceSender:
         self._collective = collective
         self._pinned = pinned
         self._rank = collective.rank
-        # Made when all ranks can learn that there is no memory for them
+        # Allocated later, inside a stage, so that all ranks learn of a lack of memory
         self._pool = BufferPool(0, 0)
-        self._room = host_memory(0)
+        self._receive_buffer = host_memory(0)
         self._packed: list[torch.Tensor] = []
 
     def chunks(self) -> Generator[Chunk, None, None]:
@@ -91,10 +91,10 @@ class SliceSender:
                 self._collective.wait('send')
             with self._collective.remembering('send'):
                 if received:
-                    self._room = torch.from_numpy(self._pool.take())
+                    self._receive_buffer = torch.from_numpy(self._pool.take())
             packed = self._packed[number % 2][: sum(sent.values())].split([*sent.values()])
-            room = self._room[: sum(received.values())].split([*received.values()])
-            messages = dict(zip(received, room, strict=True))
+            parts = self._receive_buffer[: sum(received.values())].split([*received.values()])
+            messages = dict(zip(received, parts, strict=True))
             finish = self._collective.post(dict(zip(sent, packed, strict=True)), messages, 'send')
             with self._collective.remembering('send'):
                 if number != numbers[0]:
@@ -108,7 +108,7 @@ class SliceSender:
 
     def _make_buffers(self) -> None:
         self._pool = BufferPool(max(one_round.most_incoming_nbytes(self._rank) for one_round in self._rounds), _BUFFERS)
-        self._room = torch.from_numpy(self._pool.take())
+        self._receive_buffer = torch.from_numpy(self._pool.take())
         most_outgoing = max(sum(one_round.outgoing(self._rank).values()) for one_round in self._rounds)
         self._packed = [host_memory(most_outgoing, pinned=self._pinned) for _ in range(2)]
 
@@ -139,11 +139,11 @@ def _fill(message: torch.Tensor, read: Callable[[ToHost], Iterable[Chunk]]) -> N
     def append(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
         nonlocal end
         flat = elements.detach().contiguous().reshape(-1).view(torch.uint8)
-        room = message[end : end + flat.numel()]
-        room.copy_(flat, non_blocking=True)
+        part = message[end : end + flat.numel()]
+        part.copy_(flat, non_blocking=True)
         end += flat.numel()
         devices.add(flat.device)
-        return Chunk(placement, room.numpy().data, start)
+        return Chunk(placement, part.numpy().data, start)
 
     for _ in read(append):
         pass
@@ -173,13 +173,13 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
 
 
 def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, None]:
-    """What this rank copies from the base model, unless a rank has failed that it knows of."""
+    """The chunks that this rank copies from the base model, unless it knows that a rank has failed."""
     with collective.remembering('read'):
         yield from takewhile(lambda _: not collective.is_failing, copied_chunks(plan, collective.rank))
 
 
 class Snapshot:
-    """A copy in host memory of what this rank writes and of the slices that it sends, all from the same moment.
+    """A copy in host memory of the elements that this rank writes or sends, all from the same moment.
 
     Runs on: all ranks, every method.
 
@@ -209,9 +209,9 @@ class Snapshot:
         """Yield what this rank writes, as :func:`live_chunks` does."""
         with collective.remembering('read'):
             yield from self._chunks
-        yield from SliceSender(self._plan, self._held, collective).chunks()
+        yield from SliceSender(self._plan, self._read_copy, collective).chunks()
         yield from _copied(self._plan, collective)
 
-    def _held(self, number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
+    def _read_copy(self, number: int, owner: int, to_host: ToHost) -> Iterator[Chunk]:
         for chunk in self._slices.get((number, owner), []):
             yield to_host(chunk.placement, torch.frombuffer(chunk.data, dtype=torch.uint8), chunk.start)

@@ -45,7 +45,7 @@ class StoredTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its name, shape and dtype, for a plan."""
+        """The tensor's name, shape and dtype, for a plan."""
         has_master = self.master is not None
         return TensorSpec(
             self.name, self.shape, self.dtype, self.aliases, has_master=has_master, master_lost=self.master_lost

@@ -54,7 +54,7 @@ class Zero3Source(Source):
             )
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
-        """As of other models; masters are spread as their parameters are."""
+        """The same as for other models; masters are spread as their parameters are."""
         return super().spread([replace(spec, from_master=False) for spec in specs], collective)
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:

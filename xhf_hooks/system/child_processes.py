@@ -159,7 +159,7 @@ def _take_signals(signals: set[int], parent: int, ancestor: int) -> None:
 
 
 def _has_parent_ended() -> bool:
-    """For a child of the fork server, which lives as long as a child does."""
+    """Whether the parent has ended, for a child of the fork server, which itself lives as long as a child does."""
     parent = multiprocessing.parent_process()  # None until the child begins its work
     return parent is not None and not parent.is_alive()
 

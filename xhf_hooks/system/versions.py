@@ -41,7 +41,7 @@ def require_packages(*names: str) -> None:
 
 
 def _remedy(name: str) -> str:
-    """How to get a version that works. The newest one would break XTuner 0.1, which needs older packages."""
+    """The remedy in the message. The newest version would break XTuner 0.1, which needs older packages."""
     try:
         xtuner = version('xtuner')
     except PackageNotFoundError:

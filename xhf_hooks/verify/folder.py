@@ -67,7 +67,7 @@ def verify_folder(
 
 
 def _describe(check: FolderCheck) -> str:
-    """What the folder holds, in a line."""
+    """The content of the folder, in a line."""
     name = 'an adapter' if 'adapter_config.json' in check.files else 'a model'
     with suppress(DamagedError):
         architectures = strict_json.read(check.path / 'config.json').get('architectures')

@@ -74,7 +74,7 @@ def open_models(a: Path, b: Path, options: ConvertOptions, scratch: Path) -> lis
 
 
 def _holds_weights(path: Path) -> bool:
-    """Whether it holds a model's weights. Other models and checkpoints in folders below do not count."""
+    """Whether the folder holds a model's weights. Other models and checkpoints in folders below do not count."""
     if path.is_file():
         return path.suffix == '.safetensors'
     if not path.is_dir():
@@ -83,7 +83,7 @@ def _holds_weights(path: Path) -> bool:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """What ``from_pretrained`` would load of a folder; if nothing has such a name, the weights in the folder itself."""
+    """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself."""
     found = model_files(path, read_manifest_or_none(path))
     named = [path / name for names in found.values() for name in names]
     return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))

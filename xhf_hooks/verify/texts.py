@@ -23,7 +23,7 @@ def differing_texts(a: Mapping[str, Path], b: Mapping[str, Path]) -> list[str]:
 
     Args:
         a: The files of the first model by relative path; see :func:`.loaded_texts`.
-        b: Those of the second one.
+        b: The same of the second one.
 
     Raises:
         OSError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""What was written of each tensor, in numbers that all ranks can add up in any order.
+"""Counts and checksums of the bytes written of each tensor, which all ranks can add up in any order.
 
 CRC-32 is linear: the checksum of a concatenation is the XOR of the checksums of its parts, each shifted by the bytes
 that follow it (format/checksum.py). So a rank needs a few numbers per tensor, however many ranks wrote parts of it.
@@ -21,7 +21,7 @@ _PRIME = 2**31 - 1
 
 
 class Tally:
-    """What one rank has written, or what all ranks have. Used by: one thread.
+    """The tally of one rank, or of all ranks after their tallies are added up. Used by: one thread.
 
     Attributes:
         sums: A column for each placement; those of all ranks are the sums of each rank's.

@@ -246,7 +246,7 @@ def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_loa
 
     checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
     expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
-    monkeypatch.setattr(base_weights, 'load_and_tell', fail)
+    monkeypatch.setattr(base_weights, 'load_with_info', fail)
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
     assert 'those in the files are taken' not in capsys.readouterr().err, 'the class has the same names'
     monkeypatch.setattr(base_weights, 'build_on_meta', fail)

@@ -147,7 +147,7 @@ def _is_of_dcp(name: str) -> bool:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """What is in a folder, sorted; without the files that macOS puts beside each file on other disks."""
+    """The content of a folder, sorted; without the files that macOS puts beside each file on other disks."""
     return sorted(name for name in os.listdir(folder) if not name.startswith('._'))
 
 
@@ -174,7 +174,7 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
     """The one checkpoint in a folder where no file names it.
 
     Args:
-        names: What is in the folder.
+        names: The content of the folder.
         models: Folders in it that Accelerate wrote, each with a model.
 
     Raises:

@@ -41,11 +41,11 @@ class CheckpointSource:
     """The tensors of a checkpoint of any supported layout.
 
     Args:
-        path: What :func:`find_checkpoint` takes.
+        path: A path that :func:`find_checkpoint` accepts.
         ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
 
     Attributes:
-        tensors: By first name, in the order of the state dict.
+        tensors: The tensors by first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
         unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
         manifest_fields: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``,
@@ -56,7 +56,7 @@ class CheckpointSource:
         config_text: ``meta.cfg``, the Python config that MMEngine dumped; None if there is none.
         trained_dtype: The dtype that DeepSpeed cast the model to; None if it did not.
         trained: Names of the parameters that DeepSpeed recorded as trained; None if nothing was recorded.
-        not_tensors: What the state dict holds besides tensors: a word for the kind, by name.
+        not_tensors: Entries of the state dict that are no tensors: a word for the kind, by name.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -95,7 +95,7 @@ class CheckpointSource:
         self.trained_dtype = trained_dtype(content.get('ds_config'))
 
     def specs(self) -> list[TensorSpec]:
-        """What the tensors are."""
+        """The specs of all tensors."""
         return [tensor.spec for tensor in self.tensors.values()]
 
     def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:

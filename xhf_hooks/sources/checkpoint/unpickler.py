@@ -36,7 +36,7 @@ class Inert(dict):
 
     Attributes:
         args: Arguments of the constructor.
-        state: What pickle would set on it; None if there is nothing.
+        state: The state that pickle would set on the object; None if there is none.
     """
 
     __slots__ = ('args', 'state')
