@@ -427,12 +427,12 @@ class SaveOptions(_Options):
     )
     model_card: bool = _option(
         True,
-        'Write a model card (``README.md``) with the base model, the task, the step and the command to load, into a '
-        'folder that would have none: adapters have that of peft. False: write none.',
+        'Write a model card (``README.md``) with the base model, the task, the step and the command to load, unless '
+        'the folder has a card already: peft writes one for adapters. False: write none.',
         _switch,
         zh=(
-            '给没有模型卡片的目录写一份（``README.md``）：基座模型、任务、步数和加载命令；adapter 有 peft 写的'
-            '卡片。False：不写。'
+            '写一份模型卡片（``README.md``）：基座模型、任务、步数和加载命令。目录中已有卡片时不写，例如 peft 为 '
+            'adapter 写的卡片。False：不写。'
         ),
     )
     keep_every: int | None = _option(
