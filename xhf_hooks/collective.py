@@ -20,7 +20,7 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ _HOST = torch.device('cpu')
 _RING_RANKS = 8
 #: Tag of votes, which keeps them apart from the tensors that :meth:`Collective.post` sends.
 _VOTE = 1
-#: How long a rank that leaves waits for the answer to its last :meth:`Collective.start_any`.
+#: How long a rank that leaves waits for the answer to its last :meth:`Collective.start_maxima`.
 _END_SECS = 5.0
 
 
@@ -75,7 +75,7 @@ class Collective:
         self.rank, self.world_size = rank_and_world_size()
         # What else refers to these keeps the connections open when they are closed, and ranks waiting for this one
         self._group: Any = None
-        self._in_flight: Any = None  # of start_any()
+        self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
@@ -206,21 +206,30 @@ class Collective:
                 options.device = _HOST  # dist.barrier would use the run's GPU
                 self._group.barrier(options).wait()
 
-    def start_any(self, flag: bool, stage: str) -> Callable[[], bool]:
-        """As :meth:`any`, but returns a function that waits for the answer. One at a time. Runs on: all ranks."""
-        if self.world_size == 1:
-            return lambda: flag
-        flags = torch.tensor([flag], dtype=torch.uint8, device=_HOST)
-        with self._in_touch(stage):
-            self._in_flight = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def start_maxima(self, numbers: Sequence[int], stage: str) -> Callable[[], list[int]]:
+        """Begin to find the largest of all ranks' first numbers, second numbers, and so on. Runs on: all ranks.
 
-        def answer() -> bool:
+        One at a time, and no agreement.
+
+        Args:
+            numbers: From 0 to 255, as many on all ranks.
+
+        Returns:
+            A function that waits for them.
+        """
+        if self.world_size == 1:
+            return lambda: [*numbers]
+        maxima = torch.tensor(numbers, dtype=torch.uint8, device=_HOST)
+        with self._in_touch(stage):
+            self._in_flight = dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> list[int]:
             self._wait_for_answer(math.inf)  # handles signals meanwhile, unlike the work's own wait()
             with self._in_touch(stage):
                 work = self._in_flight
                 self._in_flight = None
                 work.wait()
-            return bool(flags)
+            return list(map(int, maxima.tolist()))
 
         return answer
 
@@ -326,7 +335,7 @@ class Collective:
             _REUSED.pop(dist.group.WORLD, None)
 
     def _wait_for_answer(self, secs: float) -> bool:
-        """Wait for the answer to :meth:`start_any`, at most so long; returns whether it has come."""
+        """Wait for the answer to :meth:`start_maxima`, at most so long; returns whether it has come."""
         deadline = time.monotonic() + secs
         while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:

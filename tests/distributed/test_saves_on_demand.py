@@ -105,7 +105,7 @@ def random_signals(work_dir: Path) -> tuple[str, dict[int, int]]:
 
 def every_iteration(work_dir: Path) -> str:
     hook = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
-    return run(dict(hook=hook, stage=3, max_iters=12, checkpoint=NO_CHECKPOINTS), work_dir)
+    return run(dict(hook=hook, stage=3, max_iters=20, checkpoint=NO_CHECKPOINTS), work_dir)
 
 
 def asked(options: dict[str, Any], ask: dict[str, Any], work_dir: Path, **more: Any) -> str:
@@ -182,7 +182,8 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished):
     sent = {number: at for _, own in ranks for number, at in own.items()}
     assert sorted(sent) == list(range(N_SIGNALS))
     for number, saved in enumerate(sorted(found.values())):
-        assert sent[number] <= saved <= sent[number] + 5, 'saved before it was asked for, or much later'
+        most = sent[number] + save_on_signal._MOST_ITERATIONS + 5
+        assert sent[number] <= saved <= most, 'saved before it was asked for, or much later'
     for folder in found:
         assert_whole(Path(log_dir, folder))
 

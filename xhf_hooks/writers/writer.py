@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from xhf_hooks.writers.tally import Tally
 PIECE_NBYTES = 2**20
 #: Size of the largest element.
 _ELEMENT_NBYTES = 8
+#: Chunks go to the thread in batches of so many bytes or chunks: a change of threads takes longer than a small write.
+_BATCH_NBYTES, _BATCH_LENGTH = 2**16, 64
 
 
 class Writer:
@@ -46,7 +48,10 @@ class Writer:
         self._is_closed = False
         self._tally = Tally([])
         self._error: Exception | None = None
-        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()  # None ends the thread
+        self._batches: queue.SimpleQueue[list[Chunk] | None] = queue.SimpleQueue()  # None ends the thread
+        self._batch: list[Chunk] = []  # not handed to the thread yet
+        self._batch_nbytes = 0
+        self._batch_limit_nbytes = min(_BATCH_NBYTES, pending_nbytes // _BATCH_LENGTH)  # small beside what may wait
         self._changed = threading.Condition()  # of what follows, and of the error
         self._n_pending = self._pending_nbytes = 0
         # Started now: no thread can be started while the process exits, nor perhaps when a save is due
@@ -81,19 +86,10 @@ class Writer:
             OSError: This or an earlier chunk could not be written.
             TargetError: A file is not the one that rank 0 made.
         """
-        nbytes = chunk.data.nbytes
-
-        def can_go_on() -> bool:
-            has_room = not self._n_pending or self._pending_nbytes + nbytes <= self._limit_nbytes
-            return has_room or self._error is not None
-
-        with self._changed:
-            self._changed.wait_for(can_go_on)
-            if self._error is not None:
-                raise self._error
-            self._n_pending += 1
-            self._pending_nbytes += nbytes
-        self._chunks.put(chunk)
+        self._batch.append(chunk)
+        self._batch_nbytes += chunk.data.nbytes
+        if self._batch_nbytes >= self._batch_limit_nbytes or len(self._batch) == _BATCH_LENGTH:
+            self._hand_over_batch()
 
     def finish(self) -> Tally:
         """Wait for all chunks, flush the files to the disk and close them; returns what this rank has written.
@@ -102,6 +98,7 @@ class Writer:
             OSError: A chunk could not be written.
             TargetError: A file is not the one that rank 0 made.
         """
+        self._hand_over_batch()
         self._wait()
         if self._error is not None:
             raise self._error
@@ -115,6 +112,7 @@ class Writer:
     def abort(self) -> None:
         """Drop pending chunks and close the files. Never raises."""
         self._error = self._error or OSError('the save was abandoned')
+        self._batch, self._batch_nbytes = [], 0
         self._wait()
         with suppress(OSError):
             self._opened.close()
@@ -125,7 +123,24 @@ class Writer:
     def close(self) -> None:
         """End the thread. Never raises."""
         self._is_closed = True
-        self._chunks.put(None)
+        self._batches.put(None)
+
+    def _hand_over_batch(self) -> None:
+        """Let the thread write what was accepted, once there is room."""
+        batch, nbytes = self._batch, self._batch_nbytes
+        self._batch, self._batch_nbytes = [], 0
+
+        def can_go_on() -> bool:
+            has_room = not self._n_pending or self._pending_nbytes + nbytes <= self._limit_nbytes
+            return has_room or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(can_go_on)
+            if self._error is not None:
+                raise self._error
+            self._n_pending += 1
+            self._pending_nbytes += nbytes
+        self._batches.put(batch)
 
     def _wait(self) -> None:
         with self._changed:
@@ -134,21 +149,25 @@ class Writer:
     def _work(self) -> None:
         if self._in_background:
             lower_priority()
-        while (chunk := self._chunks.get()) is not None:
+        while (batch := self._batches.get()) is not None:
             error = None
             if self._error is None:
                 try:
-                    self._write(chunk)
+                    self._write_each(batch)
                 except Exception as caught:  # the thread must go on, or write() would wait forever
                     error = caught
-            nbytes = chunk.data.nbytes
-            del chunk  # frees its memory before write() learns that there is room
+            nbytes = sum(chunk.data.nbytes for chunk in batch)
+            del batch  # frees their memory before write() learns that there is room
             with self._changed:
                 self._error = self._error or error
                 self._n_pending -= 1
                 self._pending_nbytes -= nbytes
                 self._changed.notify()
             del error  # or its traceback would keep the model in memory
+
+    def _write_each(self, batch: Iterable[Chunk]) -> None:
+        for chunk in batch:
+            self._write(chunk)
 
     def _write(self, chunk: Chunk) -> None:
         placement = chunk.placement

@@ -3,7 +3,11 @@
 import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -81,3 +85,67 @@ def test_a_forked_child_ends_as_ever():
             signal.raise_signal(signal.SIGTERM)
     assert not requests.is_due(vote_now=True)
     requests.close()
+
+
+class OneOfTwo:
+    """Stands in for the collective of one of two ranks, which this test asks one after the other."""
+
+    world_size, is_connected = 2, True
+
+    def __init__(self, rank: int, votes: list[list[Sequence[int]]]) -> None:
+        self.rank, self._votes, self._n_votes = rank, votes, 0
+
+    def stage(self, name: str) -> Any:
+        return nullcontext()
+
+    def start_maxima(self, numbers: Sequence[int], stage: str) -> Callable[[], list[int]]:
+        if self._n_votes == len(self._votes):
+            self._votes.append([])
+        vote = self._votes[self._n_votes]
+        vote.append(numbers)
+        self._n_votes += 1
+
+        def answer() -> list[int]:
+            assert len(vote) == 2, 'one rank votes alone'
+            return [max(column) for column in zip(*vote, strict=True)]
+
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+#: Seconds of an iteration, and the most iterations that lie between two votes.
+ITERATIONS = [(0.001, 16), (0.1, 10), (0.3, 3), (5.0, 1)]
+
+
+@pytest.mark.parametrize(('secs', 'most'), ITERATIONS)
+def test_ranks_vote_once_a_second_by_the_clock_of_rank_0(secs, most, monkeypatch):
+    """The other rank's clock runs ten times as fast, and rank 0's first iteration is a short one."""
+    now, votes = 0.0, list[list[Sequence[int]]]()
+    monkeypatch.setattr(save_on_signal.time, 'monotonic', lambda: now)
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(save_on_signal, 'Collective', lambda rank=rank: OneOfTwo(rank, votes))
+        ranks.append(requests_of('SIGUSR2'))
+    voted_at, saved_at, due_at = list[int](), list[int](), list[int]()
+    for number in range(1, 101):
+        n_before, began = len(votes), now
+        if number in (20, 60):
+            ranks[1]._handle(signal.SIGUSR2, None)
+            due_at.append(number)
+        now = began + (secs if number > 1 else 0.0001)
+        is_due = [ranks[0].is_due()]
+        now = began + 10 * secs * number  # on the other rank
+        is_due.append(ranks[1].is_due())
+        now = began + (secs if number > 1 else 0.0001)
+        assert is_due in ([False, False], [True, True])
+        saved_at += [number] * is_due[0]
+        voted_at += [number] * (len(votes) - n_before)
+    assert max(later - earlier for earlier, later in pairwise(voted_at)) == most
+    assert voted_at[:2] == [1, 2], 'the first iterations may be short, so votes become rarer step by step'
+    assert all(later <= 2 * earlier for earlier, later in pairwise(voted_at))
+    assert len(saved_at) == 2
+    assert all(0 < saved - due <= most + 1 for saved, due in zip(saved_at, due_at, strict=True))
+    for requests in ranks:
+        requests.close()

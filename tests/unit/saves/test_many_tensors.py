@@ -10,12 +10,15 @@ from torch import nn
 
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.tiny_checkpoint import iteration
+from tests.unit.writers.test_tally import plan_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.format.json_text import json_text
 from xhf_hooks.model import module_tensors, modules_in, parameters_of
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.types import Chunk
 from xhf_hooks.sources import host_memory
 from xhf_hooks.sources.host_memory import MemoryMeter
+from xhf_hooks.writers.writer import Writer
 
 #: Calls of Python functions for each tensor, in the thread that trains. They were 439 in 2026-11.
 MOST_CALLS = 120
@@ -50,6 +53,34 @@ def test_few_calls_for_each_tensor(tmp_path):
     (few_calls, n_few), (many_calls, n_many) = calls_of_a_save(2, tmp_path), calls_of_a_save(42, tmp_path)
     assert n_many - n_few == 40 * 9
     assert (many_calls - few_calls) / (n_many - n_few) < MOST_CALLS
+
+
+def test_small_tensors_go_to_the_thread_that_writes_in_batches(tmp_path, monkeypatch):
+    """Within the limit of what may wait; a large one goes at once, and an error of the disk is told at the end."""
+    batches: list[int] = []
+    hand_over = Writer._hand_over_batch
+
+    def watched(self: Writer) -> None:
+        batches.append(len(self._batch))
+        hand_over(self)
+
+    monkeypatch.setattr(Writer, '_hand_over_batch', watched)
+    plan = plan_of(*[10] * 150, 2**17, 10)
+    writer = Writer(pending_nbytes=2**20)
+    writer.open(plan, tmp_path, writer.create(plan, tmp_path))
+    for number, placement in enumerate(plan.placements):
+        writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
+    assert len(writer.finish().written()) == 152
+    (large,) = (number for number, placement in enumerate(plan.placements, 1) if placement.nbytes == 2**17)
+    assert batches == [large, 64, 152 - 64 - large]
+    for number, placement in enumerate(plan.placements):
+        data = (tmp_path / placement.file).read_bytes()
+        assert data[placement.offset : placement.offset + placement.nbytes] == bytes([number]) * placement.nbytes
+    writer.open(plan, tmp_path, {})  # no file was made
+    writer.write(Chunk(plan.placements[0], memoryview(bytes(10))))
+    with pytest.raises(KeyError):
+        writer.finish()
+    writer.abort(), writer.close()
 
 
 def test_memory_is_not_asked_for_at_each_tensor(monkeypatch):
