@@ -36,9 +36,9 @@ block_length = 128  # tokens in one training sample
 batch_size = 4  # samples per process and iteration
 
 # Schedule, in iterations
-max_iters = 150
+max_iters = 100
 warmup_iters = 20
-save_interval = 60  # both kinds of checkpoint: at 60, 120 and, because it is the last, 150
+save_interval = 60  # both kinds of checkpoint: at 60 and, because it is the last, 100
 log_interval = 10
 
 # Optimizer

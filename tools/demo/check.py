@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPT = 'def __init__(self'
 NEW_TOKENS = 60
-LEAST_FALL = 0.25  # of the first logged loss
+LEAST_FALL = 0.2  # of the first logged loss
 
 
 def newest_save(work_dir: Path) -> Path:

@@ -1,7 +1,7 @@
 """The demo's task: a small Llama that learns to write Python.
 
-Its text is the source of the Python standard library, which every machine has. As a script it
-makes the *base folder*, from which training starts, unless it is already there:
+Its text is the top-level modules of the Python standard library, which every machine has. As a
+script it makes the *base folder*, from which training starts, unless it is already there:
 
     python tools/demo/task.py BASE_FOLDER
 
@@ -39,18 +39,12 @@ UNK, BOS, EOS, PAD = '<unk>', '<s>', '</s>', '<pad>'
 VOCAB_SIZE = 4096
 HIDDEN_SIZE = 256
 MAX_LENGTH = 512
-# Installed packages and tests are not part of the library; tables and help texts teach no code
-SKIPPED_FOLDERS = {
-    'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', 'encodings', 'pydoc_data',
-}  # fmt: skip
 
 
 def standard_library() -> Iterator[str]:
-    """Yield the text of each source file of the Python standard library, in sorted order."""
-    root = Path(sysconfig.get_path('stdlib'))
-    for path in sorted(root.rglob('*.py')):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
-            yield path.read_text(encoding='utf-8', errors='replace')
+    """Yield the text of each top-level module of the Python standard library, in sorted order."""
+    for path in sorted(Path(sysconfig.get_path('stdlib')).glob('*.py')):
+        yield path.read_text(encoding='utf-8', errors='replace')
 
 
 def train_tokenizer(texts: list[str]) -> LlamaTokenizer:
