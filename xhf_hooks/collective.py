@@ -210,7 +210,7 @@ class Collective:
     def start_maxima(self, numbers: Sequence[int], stage: str) -> Callable[[], list[int]]:
         """Begin to find the largest of all ranks' first numbers, second numbers, and so on. Runs on: all ranks.
 
-        Only one may be in flight. It is not a vote: errors that ranks remember are not exchanged.
+        Only one may be in flight. Errors that ranks remember are not exchanged, unlike by :meth:`any`.
 
         Args:
             numbers: From 0 to 255, as many on all ranks.
@@ -336,7 +336,7 @@ class Collective:
             _REUSED.pop(dist.group.WORLD, None)
 
     def _wait_for_answer(self, secs: float) -> bool:
-        """Wait for the answer to :meth:`start_maxima`, at most so long; returns whether it has come."""
+        """Wait for the answer to :meth:`start_maxima`, at most ``secs``; returns whether it has come."""
         deadline = time.monotonic() + secs
         while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:

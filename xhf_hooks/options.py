@@ -522,15 +522,15 @@ class RunOptions(SaveOptions):
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
-        'A signal, or a list of signals, that requests a save. Sent to any rank, it makes all ranks save about a '
-        'second later, or at the end of the next iteration if that takes longer, or of the current validation. After '
-        "'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' (preemption), 'SIGINT', 'SIGHUP' and 'SIGXCPU' end the "
-        'process once the save is committed.',
+        'A signal, or a list of signals, that requests a save. If any rank gets the signal, all ranks save about a '
+        'second later; at the end of the next iteration, if that takes longer; or at the end of the current '
+        "validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' (preemption), 'SIGINT', 'SIGHUP' and "
+        "'SIGXCPU' end the process once the save is committed.",
         _signal_names,
         zh=(
-            '请求保存的一个或几个信号。发给任何一个 rank，所有 rank 都会在大约一秒之后保存；迭代更长时，在下一次迭代'
-            "结束时保存；验证期间，在验证结束时保存。'SIGUSR1' 和 'SIGUSR2' 之后训练继续；'SIGTERM'（抢占）、"
-            "'SIGINT'、'SIGHUP' 和 'SIGXCPU' 在提交之后结束进程。"
+            '用于请求保存的一个或多个信号。任何一个 rank 收到信号后，所有 rank 都会在大约一秒之后保存；迭代更长时'
+            "，在下一次迭代结束时保存；验证期间，在验证结束时保存。收到 'SIGUSR1' 和 'SIGUSR2' 时，训练继续；收到 "
+            "'SIGTERM'（抢占）、'SIGINT'、'SIGHUP' 和 'SIGXCPU' 时，提交之后结束进程。"
         ),
     )
     on_saved: str | Sequence[str] | None = _option(

@@ -155,7 +155,7 @@ class HuggingFaceExporter(Exporter):
             try:
                 wide = load_and_find_fp32(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
             except Exception as error:  # of any type, from custom code
-                expected = f'None, since {kind.__name__} keeps tensors in fp32, and which could not be tried: {error!r}'
+                expected = f'None, since {kind.__name__} keeps tensors in fp32, and it is unknown which: {error!r}'
                 raise OptionError('dtype', expected, dtype) from error
             kept = {self._names[name].name for name in wide if name in self._names}
         result = []

@@ -118,7 +118,7 @@ def _load_model(folder: Path, entries: list[ExportEntry], trust_remote_code: boo
     try:
         _, problems = load_empty(kind, config, entries)
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
-        raise _CannotTry(f'{kind.__name__} could not be tried: {error_text(error)}; {_BY_HAND}') from error
+        raise _CannotTry(f'loading {kind.__name__} could not be checked: {error_text(error)}; {_BY_HAND}') from error
     if problems['missing'] and not converts_weights():
         exported = {entry.hf_name for entry in entries}
         restored = tied_while_built(built, {name for name, _ in module_tensors(built)} - exported)
@@ -134,7 +134,7 @@ def _config_and_class(folder: Path, trust_remote_code: bool) -> tuple[Pretrained
     name = first_architecture(content.get('architectures'))
     if content.get('quantization_config'):
         raise _CannotTry(
-            f'{name} is quantized, and quantized weights cannot be tried without their package; {_BY_HAND}'
+            f'{name} is quantized, and quantized weights cannot be checked without their package; {_BY_HAND}'
         )
     kind, kind_of_config = class_named(name), content.get('model_type')
     has_code = bool(content.get('auto_map'))
@@ -172,7 +172,7 @@ def _load_adapter(
         raise _CannotTry(f'an adapter needs peft, which is not here ({error_text(error)})') from error
     kind = strict_json.read(folder / ADAPTER_CONFIG).get('peft_type')
     if kind != 'LORA':
-        raise _CannotTry(f'an adapter of type {str(kind)[:80]} cannot be tried, only LORA; {_BY_HAND}')
+        raise _CannotTry(f'an adapter of type {str(kind)[:80]} cannot be checked, only LORA; {_BY_HAND}')
     try:
         lora = adapter_config_in(folder)
     except XhfError as error:
