@@ -73,7 +73,7 @@ class Collective:
 
     def __init__(self, timeout_secs: float = 7200.0) -> None:
         self.rank, self.world_size = rank_and_world_size()
-        # What else refers to these keeps the connections open when they are closed, and ranks waiting for this one
+        # Keep no other reference to these two: it would keep the sockets open after close(), and the peers waiting
         self._group: Any = None
         self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
@@ -335,7 +335,7 @@ class Collective:
             _REUSED.pop(dist.group.WORLD, None)
 
     def _wait_for_answer(self, secs: float) -> bool:
-        """Wait for the answer to :meth:`start_maxima`, at most so long; returns whether it has come."""
+        """Wait for the answer to :meth:`start_maxima`, at most ``secs``; returns whether it has come."""
         deadline = time.monotonic() + secs
         while self._in_flight is not None and not self._in_flight.is_completed():
             if time.monotonic() > deadline:

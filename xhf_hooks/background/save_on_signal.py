@@ -38,8 +38,8 @@ class SaveRequests:
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
     effect after the save: it ends the process or calls the user's handler. Children of multiprocessing, such as data
-    loader workers, outlive the signals (:class:`.SignalProofChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
-    nothing, and the others take effect at once.
+    loader workers, survive the signals (:class:`.SignalProofChildren`). In another forked child, SIGUSR1 and SIGUSR2 do
+    nothing, and other signals take effect at once.
 
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
@@ -55,7 +55,7 @@ class SaveRequests:
         self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None
-        self._waits = True  # whether those wait for a save
+        self._waits = True  # whether signals that end the process wait for a save
         self._before: dict[signal.Signals, Any] = {}
         self._children: SignalProofChildren | None = None
         self._answer: Callable[[], list[int]] | None = None  # of the all-reduce in flight
@@ -103,7 +103,7 @@ class SaveRequests:
             return False
         is_due = answer is not None and self._read(answer)
         if vote_now and not is_due:
-            is_due = self._read(self._ask())
+            is_due = self._read(self._start_vote())
         if is_due:
             self._asked = None
             self.restart_clock()  # before it is read again below
@@ -111,7 +111,7 @@ class SaveRequests:
             self._n_since_vote += 1
             self._n_until_vote -= 1
             if self._n_until_vote <= 0:
-                self._answer = self._ask()
+                self._answer = self._start_vote()
         return is_due
 
     def restart_clock(self) -> None:
@@ -122,7 +122,7 @@ class SaveRequests:
         """Connect again if the connections of a rank have broken; returns whether they had. Runs on: all ranks.
 
         Args:
-            collective: By which ranks tell each other.
+            collective: Connects the ranks in any case; says whether one has lost its connection.
 
         Raises:
             RankLostError: Ranks could not connect.
@@ -155,8 +155,8 @@ class SaveRequests:
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_IGN if before is None else before)
 
-    def _ask(self) -> Callable[[], list[int]]:
-        """Start asking all ranks."""
+    def _start_vote(self) -> Callable[[], list[int]]:
+        """Start a vote of all ranks."""
         asked = self._asked
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')

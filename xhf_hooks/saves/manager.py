@@ -201,8 +201,8 @@ class CheckpointManager:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
 
         Args:
-            vote_now: False, at the end of an iteration: act on the vote that was started one iteration ago, without
-                waiting. True, at the end of a validation or of training: wait for all ranks, and vote now.
+            vote_now: False, at the end of an iteration: act on a vote that was started one iteration ago, if there was
+                one, without waiting. True, at the end of a validation or of training: wait for all ranks and vote now.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not vote.
