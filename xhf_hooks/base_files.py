@@ -35,15 +35,17 @@ VOCABULARY_FILES = (
     'sentencepiece.bpe.model',
     'tekken.json',
 )
+#: Files that transformers reads. A folder that has only vocabularies may hold a tokenizer of another library.
+_TRANSFORMERS_TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json')
 #: Files of a tokenizer. A folder has one if it has one of these.
-TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json', *VOCABULARY_FILES)
+TOKENIZER_FILES = (*_TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 #: More files of a tokenizer, which make no tokenizer without the files above.
 MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
 #: Files whose field ``auto_map`` may name code.
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
-#: Names that code mentions without reading the file from its own folder.
+#: Endings of files that are not copied with the code, even if its text mentions them: it does not read them there.
 _NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
 #: Files that show that a folder holds a model.
 _CONFIGS = ('config.json', 'adapter_config.json')
@@ -55,8 +57,9 @@ class LocatedBase(str):
     A string, so that messages, paths and ``from_pretrained`` use the name as it was given.
 
     Attributes:
-        folder: The absolute path of its folder, in the hub cache if the name is a Hub id; None if there is no folder.
-        is_path: Whether the name is a file path (which may be relative), not a Hub id.
+        folder: The absolute path of its folder, in the hub cache if the name is a Hub id; None if none was found.
+        is_path: False if the name is a Hub id that was found in the cache. True for a path, and for any name that was
+            not found, since nothing tells a path from the Hub id of a base that is not in the cache.
         n_tokens: The number of tokens of its tokenizer; None before the first question.
         contents: Cache: file name to its bytes, and whether the file resolves to inside the base's folder or hub cache.
         code: Cache: results of :func:`read_base_code`, by the modules that were asked for.
@@ -79,9 +82,8 @@ class LocatedBase(str):
         folder = base_folder(name)
         found.is_path = bool(name) and (folder is None or Path(name).is_dir())
         if folder is None and found.is_path:
-            folder = next(
-                (one for one in _elsewhere(name) if any((one / config).is_file() for config in _CONFIGS)), None
-            )
+            elsewhere = (one for one in _elsewhere(name) if any((one / config).is_file() for config in _CONFIGS))
+            folder = next(elsewhere, None)
         found.folder = None if folder is None else folder.absolute()
         found.n_tokens, found.contents, found.code = None, {}, {}
         return found
@@ -97,7 +99,7 @@ def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -
     """The base that ``owner`` was loaded from; located on the first call, cached after.
 
     Args:
-        owner: The model, part of a model, or tokenizer.
+        owner: The tokenizer. For a model or part of it, call :func:`base_of_model`, which knows the revision.
         name: The base's name in the owner's config.
         find_name: Gives the revision's folder to locate instead of ``name``.
     """
@@ -115,8 +117,8 @@ def _elsewhere(name: str) -> list[Path]:
     return [Path(above, name) for above in started if not Path(name).is_absolute()]
 
 
-def base_of_model(model: PreTrainedModel) -> LocatedBase:
-    """The base that the model was loaded from; an empty name if it is unknown.
+def base_of_model(model: nn.Module) -> LocatedBase:
+    """The base that the model, or part of one, was loaded from; an empty name if it is unknown.
 
     The cache may have several revisions of a Hub id, and transformers 5 does not record which one was loaded; then the
     base is known only if the small files of all revisions are equal.
@@ -125,7 +127,7 @@ def base_of_model(model: PreTrainedModel) -> LocatedBase:
     return base_of(model, name, lambda: _revision(model, name))
 
 
-def _revision(model: PreTrainedModel, name: str) -> str:
+def _revision(model: nn.Module, name: str) -> str:
     """The name, or the folder of the revision in the cache that was loaded; '' if the revision is unknown."""
     main, snapshots = base_folder(name), _snapshots(name)
     loaded = snapshots.get(getattr(model.config, '_commit_hash', None) or '')
@@ -174,8 +176,7 @@ def base_dirs_of(model: nn.Module) -> list[str]:
         name = getattr(getattr(module, 'config', None), '_name_or_path', None)
         if isinstance(name, str) and name:
             named.setdefault(name, module)
-    bases = [base_of(module, name) for name, module in named.items()]
-    return sorted(str(base.folder or base) for base in bases)
+    return sorted(str(base_of_model(module).folder or name) for name, module in named.items())
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:
@@ -377,7 +378,7 @@ def load_or_copy_tokenizer(base: LocatedBase | str, *, trust_remote_code: bool, 
         settings = read_base_files(base, ('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
             return CopiedTokenizer(base, 'it has code of its own, which is not run')
-        if any(base_file(base, name) for name in TOKENIZER_FILES[:2]):
+        if any(base_file(base, name) for name in _TRANSFORMERS_TOKENIZER_FILES):
             raise
         return CopiedTokenizer(base, f'it cannot be loaded here: {error_text(error)}')
 

@@ -7,8 +7,9 @@ A rank that fails must do next what the other ranks do next, or they wait for it
 
 - Whatever ranks do together stands in a :meth:`Collective.stage`. A stage ends with a vote. A rank that failed inside
   it goes straight to that vote and reports its error; then all ranks raise the same :class:`.AgreedError`.
-- Every communicating function starts with a vote. If a rank fails before that (arguments, an import), its vote at the
-  end of the stage meets the other ranks' first vote, so nobody hangs.
+- Every function of a save that communicates starts with a vote; only exchanges of :class:`Collective` itself, such as
+  :meth:`~Collective.all_reduce`, do not. If a rank fails before that (arguments, an import), its vote at the end of the
+  stage meets the other ranks' first vote, so nobody hangs.
 - Between a vote and the next collective nothing can fail. In a loop whose ranks wait for each other
   (:meth:`Collective.wait`, a gather), a rank that fails remembers its error, and takes part until the next vote.
 """
@@ -61,7 +62,7 @@ _END_SECS = 5.0
 class Collective:
     """The ranks of a run, which vote and exchange small values. A process without torch.distributed is the only rank.
 
-    Runs on: all ranks must build it, use it and close it in the same order.
+    Runs on: all ranks must build it and use it in the same order.
 
     Args:
         timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
@@ -73,13 +74,13 @@ class Collective:
 
     def __init__(self, timeout_secs: float = 7200.0) -> None:
         self.rank, self.world_size = rank_and_world_size()
-        # Keep no other reference to these two: it would keep the sockets open after close(), and the peers waiting
+        # Keep no other reference to these: connections would outlive `close`, and ranks waiting for this one not notice
         self._group: Any = None
         self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
-        # The ranks' name in the store, and how often ensure_connected() was called since they got it
+        # The store's prefix under which ranks met, new at each connection; the number of calls of ensure_connected()
         self._meeting, self._n_ensured = '', 0
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
@@ -209,7 +210,7 @@ class Collective:
     def start_maxima(self, numbers: Sequence[int], stage: str) -> Callable[[], list[int]]:
         """Begin to find the largest of all ranks' first numbers, second numbers, and so on. Runs on: all ranks.
 
-        One at a time, and no agreement.
+        Only one may be in flight. Errors that ranks remember are not exchanged, unlike by :meth:`any`.
 
         Args:
             numbers: From 0 to 255, as many on all ranks.
@@ -311,7 +312,7 @@ class Collective:
         return values
 
     def close(self) -> None:
-        """Destroy the group; a reused one stays open for the next call. Runs on: all ranks."""
+        """Destroy the group; a reused one stays open. Waits for no rank: those that still wait for this one fail."""
         if not self._is_reused:
             self.abandon()
 

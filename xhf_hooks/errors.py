@@ -64,7 +64,11 @@ class IncompleteError(XhfError):
 
 
 class SharedError(XhfError):
-    """Base of the errors that all ranks raise together: no rank waits for one that has raised it."""
+    """Base of the errors that the other ranks raise, too, or notice by themselves; so no vote follows on them.
+
+    Its kinds: a rank has failed (:class:`AgreedError`), cannot be reached (:class:`RankLostError`), or holds another
+    model than the others (:class:`RanksDifferError`).
+    """
 
 
 class RankLostError(SharedError):

@@ -30,7 +30,7 @@ class ExitWait:
     A handler may interrupt the main thread while that holds a lock which the awaited work needs, such as the lock of a
     log handler. So the handler does not wait: a thread does, and then sends the signal to the main thread
     once more, where it takes effect. Until then training goes on, at most to the end of its iteration
-    (:meth:`pause_if_ending`).
+    (:meth:`block_if_process_is_ending`).
 
     Args:
         end: Called when the process is sure to end.
@@ -66,8 +66,8 @@ class ExitWait:
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
-    def pause_if_ending(self) -> None:
-        """Wait until a signal that has come takes effect. Runs on: the main thread, not in a handler."""
+    def block_if_process_is_ending(self) -> None:
+        """If a signal has come, go no further until it takes effect. Runs on: the main thread, not in a handler."""
         poll(lambda: self._pending is None or os.getpid() != self._process)
 
     def finish_work_before(self, number: int) -> None:
@@ -91,7 +91,7 @@ class ExitWait:
             self._thread.join()  # it still trains; the interpreter would wait for it next
         self._end()
         if self._is_open:
-            self.pause_if_ending()  # the exit status is that of the signal
+            self.block_if_process_is_ending()  # the exit status is that of the signal
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_open and not self._has_waited and os.getpid() == self._process:

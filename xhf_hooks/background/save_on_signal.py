@@ -133,14 +133,17 @@ class SaveRequests:
         self._ranks.reconnect()
         return True
 
-    def end_process(self) -> None:
-        """Let a pending signal take effect: the save is made, or there will be none. Runs on: the main thread."""
+    def end_process_if_signaled(self) -> None:
+        """Let a signal that ends the process take effect, if one came: the save is made, or there will be none.
+
+        Runs on: the main thread.
+        """
         number, self._ending = self._ending, None
         if number is not None:
             self._take_effect(number)
 
     def close(self) -> None:
-        """Restore handlers. Needs no other rank. A signal may still wait for :meth:`end_process`."""
+        """Restore handlers. Needs no other rank. A signal may still wait for :meth:`end_process_if_signaled`."""
         self._waits = False
         if os.getpid() != self._process:
             return

@@ -228,7 +228,7 @@ class Conversion:
         iteration, epoch = self._checkpoint.iteration or 0, self._checkpoint.epoch
         if epoch is not None and self._checkpoint.found.path.name.startswith('epoch_'):
             return Step('epoch', epoch, iteration)
-        return Step('iter', iteration, iteration)
+        return Step.of_iteration(iteration)
 
     def description(self) -> list[str]:
         """The model and what will be written, as text."""

@@ -101,7 +101,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
-        step = Step('iter', runner.iter + 1, runner.iter + 1)
+        step = Step.of_iteration(runner.iter + 1)
         self.saves.poll_background()
         schedule = self._schedule
         if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
@@ -118,7 +118,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             return
         if self._best is not None:
             self._save_if_best(self._best, runner, metrics or {})
-        self.saves.save_if_requested(Step('iter', runner.iter, runner.iter), vote_now=True)
+        self.saves.save_if_requested(Step.of_iteration(runner.iter), vote_now=True)
 
     def after_train(self, runner: Any) -> None:
         try:
@@ -163,7 +163,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:
-            step = Step('iter', runner.iter, runner.iter)
+            step = Step.of_iteration(runner.iter)
             remember = partial(self._remember, best, runner, metric, score)
             saves.save(step, saves.extra_targets[suffix], callback=remember, manifest_fields=manifest_fields)
 
@@ -194,10 +194,12 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         """The step of a save, in epochs if both the schedule and the train loop count epochs."""
         if self._schedule.by_epoch and counts_epochs(runner):
             return Step('epoch', epochs, runner.iter)
-        return Step('iter', runner.iter, runner.iter)
+        return Step.of_iteration(runner.iter)
 
 
-register_hook('HFCheckpointHook', HFCheckpointHook)  # replaces the lazy placeholder of `import xhf_hooks`
+# `import xhf_hooks` has registered a function that imports this module when MMEngine builds the hook. From now on the
+# class itself is registered
+register_hook('HFCheckpointHook', HFCheckpointHook)
 
 
 def _warn_about_hooks_of_this_name(runner: Any, log: RunLog) -> None:

@@ -83,7 +83,7 @@ def save_hf(
         )
         saves.newest.is_for_save_hf = True
         try:
-            saves.save(Step('iter', number, number), call_began=began)
+            saves.save(Step.of_iteration(number), call_began=began)
         finally:
             saves.close()
     except SharedError:

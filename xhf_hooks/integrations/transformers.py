@@ -130,7 +130,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
 
 def _step(state: TrainerState) -> Step:
-    return Step('iter', state.global_step, state.global_step, state.epoch)
+    return Step.of_iteration(state.global_step, state.epoch)
 
 
 def _reloaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
@@ -142,7 +142,7 @@ def _reloaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:
         return None
     number = int(found[1])
     epochs = [entry['epoch'] for entry in state.log_history if entry.get('step') == number and 'epoch' in entry]
-    return Step('iter', number, number, epochs[-1] if epochs else None)
+    return Step.of_iteration(number, epochs[-1] if epochs else None)
 
 
 def _make_trial_folder(parent: Path) -> str:

@@ -124,8 +124,12 @@ class Manifest:
         return (self.number, self.step.iteration) > (other.number, other.step.iteration)
 
 
-def read_manifest_or_none(folder: Path) -> Manifest | None:
-    """The manifest of a folder that this package has committed; None for any other folder."""
+def read_valid_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None if it is missing or damaged, so that the folder is no save of this package.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     try:
         return read_manifest(folder)
     except DamagedError:
@@ -133,7 +137,7 @@ def read_manifest_or_none(folder: Path) -> Manifest | None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if there is none.
+    """The manifest of a folder; None if it is missing. As :func:`read_valid_manifest`, but a damaged one is an error.
 
     Raises:
         DamagedError: It is malformed.

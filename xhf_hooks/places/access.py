@@ -101,7 +101,8 @@ def prepare_targets(
     for target in targets:
         target.prepare(bases, may_replace=may_replace)
         if sweep is not None and target.lock.works_across_hosts:
-            with target.siblings.going_on(f'{sweep}: what killed runs left there could not be cleaned up'):
+            what = f'{sweep}: what killed runs left there could not be cleaned up'
+            with target.siblings.warn_instead_of_raising(what):
                 sweep_dead_runs(log, sweep, target.name, bases)
     targets[0].require_disk_space(nbytes)
 
@@ -115,7 +116,7 @@ def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases
     """
     for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):
         left = CheckpointFolder(run / name, max_keep=-1, warn=log.warning)
-        with left.siblings.going_on(f'{run}: what a killed run left there could not be cleaned up'):
+        with left.siblings.warn_instead_of_raising(f'{run}: what a killed run left there could not be cleaned up'):
             left.siblings.guard(bases)
             if run.is_symlink() or not left.lock.acquire():
                 continue

@@ -34,7 +34,7 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_valid_manifest
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
@@ -264,7 +264,7 @@ class CheckpointFolder:
         try:
             if not stat.S_ISDIR(found.st_mode):
                 problem = 'is not a folder'
-            elif (manifest := read_manifest_or_none(self.path)) is None and any(self.path.iterdir()):
+            elif (manifest := read_valid_manifest(self.path)) is None and any(self.path.iterdir()):
                 problem = 'holds files that this package did not write'
         except OSError as error:
             problem = f'cannot be read ({error})'
@@ -281,23 +281,24 @@ class CheckpointFolder:
 
     def _clean_up(self, *unneeded: str) -> None:
         """Give complete saves a name, delete partial ones, and delete temporary folders of these kinds."""
-        going_on = self.siblings.going_on
-        with going_on(f'{self.path.parent}: leftovers of earlier saves could not be cleaned up'):
+        warn_instead_of_raising = self.siblings.warn_instead_of_raising
+        with warn_instead_of_raising(f'{self.path.parent}: leftovers of earlier saves could not be cleaned up'):
             for left in self.siblings.find('previous', 'staging'):
-                with going_on(f'{left}, which an earlier save left, could not be cleaned up'):
+                with warn_instead_of_raising(f'{left}, which an earlier save left, could not be cleaned up'):
                     self._recover_save(left)
             for left in self.siblings.find(*unneeded):
-                with going_on(f'{left}, which is no longer needed, could not be deleted'):
+                with warn_instead_of_raising(f'{left}, which is no longer needed, could not be deleted'):
                     self.siblings.remove(left)
 
     def _recover_save(self, left: Path) -> None:
+        # Each look-up refreshes the client's cache, so that the manifest is read in the folder that has the name now
         look_up(left)
-        saved = read_manifest(left)
+        saved = read_manifest(left)  # if it is damaged, the folder stays, with a warning
         if saved is None:
             self.siblings.remove(left)
             return
         look_up(self.path)
-        newest = read_manifest_or_none(self.path)
+        newest = read_valid_manifest(self.path)
         if newest is None:
             os.rename(left, self.path)
         elif saved.is_later(newest) and not self.siblings.is_base(self.path):
@@ -330,7 +331,8 @@ class CheckpointFolder:
         else:
             os.rename(staging, self.path)
         self.staging = None  # after an exchange, that name is the old save's
-        with self.siblings.going_on(f'{self.path}: the new save is complete, but not all is cleaned up'):
+        what = f'{self.path}: the new save is complete, but not all is cleaned up'
+        with self.siblings.warn_instead_of_raising(what):
             fsync(self.path.parent)  # before anything is deleted
             self.siblings.retain(replaced, step, retention)
 

@@ -18,7 +18,7 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_valid_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.places.retention import Retention
@@ -44,8 +44,12 @@ class SiblingFolders:
         self.deletion = BackgroundDeletion()
 
     @contextlib.contextmanager
-    def going_on(self, what: str) -> Iterator[None]:
-        """A block that cleans up. Its failure is a warning, logged once; the next save or run tries again."""
+    def warn_instead_of_raising(self, what: str) -> Iterator[None]:
+        """Run a block that cleans up. Its failure is a warning, given once; the next save or run tries again.
+
+        Args:
+            what: Begins the warning: which folder could not be cleaned up.
+        """
         try:
             yield
         except (OSError, XhfError) as error:
@@ -96,8 +100,8 @@ class SiblingFolders:
         found = {}
         for path in self._newest.parent.iterdir():
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
-                with self.going_on(f'{path} cannot be read, so it stays'):
-                    saved = read_manifest_or_none(path)
+                with self.warn_instead_of_raising(f'{path} cannot be read, so it stays'):
+                    saved = read_valid_manifest(path)
                     is_ours = saved is not None and saved.name == self._newest.name
                     if saved and is_ours and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
                         found[path] = saved
@@ -123,7 +127,7 @@ class SiblingFolders:
         """
         last = (self._newest, newest.iteration)  # always stays
         if replaced is not None:
-            saved = read_manifest_or_none(replaced)
+            saved = read_valid_manifest(replaced)
             if saved is None:  # it was empty when it was looked at
                 self._delete(replaced, None)
             elif saved.step == newest or replaced in retention.find_superfluous(
@@ -148,10 +152,10 @@ class SiblingFolders:
         what = f'{folder}, which is no longer needed, could not be deleted'
 
         def delete(discarded: Path) -> None:
-            with self.going_on(what):
+            with self.warn_instead_of_raising(what):
                 self.remove(discarded)
 
-        with self.going_on(what):
+        with self.warn_instead_of_raising(what):
             self.require_no_base(folder)
             discarded = new_name(self._newest, 'discarded')
             os.rename(folder, discarded)
@@ -173,7 +177,7 @@ class SiblingFolders:
 
     def delete_pinned(self, pinned: Path, saved: Manifest) -> None:
         """Delete the folder of a pinned save. Runs on: any thread."""
-        with self.going_on(f'{pinned}, which is no longer read, could not be deleted'):
+        with self.warn_instead_of_raising(f'{pinned}, which is no longer read, could not be deleted'):
             self._delete(pinned, saved)
 
     def _delete(self, folder: Path, saved: Manifest | None) -> None:

@@ -231,6 +231,11 @@ class Step:
     iteration: int
     epochs_done: float | None = field(default=None, compare=False)
 
+    @classmethod
+    def of_iteration(cls, number: int, epochs_done: float | None = None) -> Step:
+        """The step of a save that is known by its iteration."""
+        return cls('iter', number, number, epochs_done)
+
     @property
     def label(self) -> str:
         return f'{self.unit}_{self.number}'

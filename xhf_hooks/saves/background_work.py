@@ -22,6 +22,8 @@ a forked child ends                      nothing: its parent goes on
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -113,10 +115,10 @@ class BackgroundWork:
             ending.callback(self.requests.close)
             weakref.finalize(owner, self.requests.close).atexit = False
 
-    def pause_if_ending(self) -> None:
+    def block_if_process_is_ending(self) -> None:
         """Go no further in training once a signal has come that ends the process after the background tasks."""
         if self._exit_wait is not None:
-            self._exit_wait.pause_if_ending()
+            self._exit_wait.block_if_process_is_ending()
 
     def end_process_if_signaled(self) -> None:
         """Let a signal that requested a save, and ends the process, take effect. Runs on: the main thread."""
@@ -124,4 +126,17 @@ class BackgroundWork:
             return
         if self._exit_wait is not None:
             self._exit_wait.finish_work_before(self.requests.ending_signal)
-        self.requests.end_process()
+        self.requests.end_process_if_signaled()
+
+
+def close_forgotten_run(process: int, targets: Sequence[CheckpointFolder], tasks: BackgroundTasks) -> None:
+    """Called by the garbage collector for a run that was not closed; returns at once.
+
+    Args:
+        process: The process of the run; in a forked child, nothing happens.
+        targets: Are unlocked.
+        tasks: Are closed.
+    """
+    if os.getpid() == process:
+        for end in (*(target.unlock for target in targets), tasks.close):
+            threading.Thread(target=end, daemon=True).start()

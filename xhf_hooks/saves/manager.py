@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.background.background_tasks import BackgroundTasks, poll
+from xhf_hooks.background.background_tasks import poll
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError, XhfError
@@ -30,7 +29,7 @@ from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.background_work import BackgroundWork
+from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
 from xhf_hooks.saves.outcomes import Outcomes
 from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
 from xhf_hooks.saves.run_registration import RunRegistration
@@ -52,17 +51,20 @@ class CheckpointManager:
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
         sweep: A work_dir from which leftovers of killed runs are removed.
         may_replace: Whether saves may replace those that are there before the run.
-        run: Identifies the run, such as MMEngine's runner. Only another run can close this one.
+        finish_tokenizer: Gives the tokenizer that is saved, made from the run's (:data:`.FinishTokenizer`).
+        run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
+            (:class:`.RunRegistration`); a second hook of the same run does not.
         suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
-        on_committed: As in :class:`.Outcomes`.
-        on_result: As in :class:`.Outcomes`.
+        on_committed: Called with each committed save, in the thread that trains.
+        on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
+            command of ``on_saved`` printed for it.
         collective: Closed with this, unless it is for reuse; None creates one.
 
     Attributes:
         extra_targets: The extra targets by suffix.
-        outcomes: Logs what became of saves, and calls the frontend.
+        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that made this manager.
         newest: The target of all other saves: the folder of the newest one, with older saves next to it.
-        saved_at: Iterations done at the last save to ``newest``; None if it failed, or there was none.
+        saved_at: Iterations done at the last save to ``newest``, also one in flight; None if there is no such save.
 
     Raises:
         XhfError: Saves will not work; the same on every rank.
@@ -93,6 +95,7 @@ class CheckpointManager:
             log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result
         )
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
+        self._saving_to: CheckpointFolder | None = None  # in the background
         self._callback: Callable[[], None] | None = None  # for the save in flight
         self.saved_at: int | None = None
         self._saved_checksum: int | None = None  # of this rank's weights at the last save
@@ -104,7 +107,7 @@ class CheckpointManager:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         self._registration = RunRegistration(run, self._places, self.close)
-        self._registration.close_earlier(log)  # an interrupted run of this thread
+        self._registration.close_earlier(log)  # runs that were interrupted, such as one in an earlier notebook cell
         with ExitStack() as ending:
             ending.callback(self._registration.unregister)
             self.collective = Collective() if collective is None else collective
@@ -139,8 +142,9 @@ class CheckpointManager:
                 log_preparations(self._saver, self._targets, occasions_of(options, when, self.extra_targets))
             self._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
-        # no thread, no signal handler and no argument of `finalize` may hold a reference to this manager or the run
-        weakref.finalize(self, _close_forgotten, os.getpid(), self._targets, self._work.tasks).atexit = False
+        # no thread, no signal handler and no argument of `finalize` may hold a reference to this manager or the run.
+        # (The registration does, but nothing refers to it except for this manager, and a weak set.)
+        weakref.finalize(self, close_forgotten_run, os.getpid(), self._targets, self._work.tasks).atexit = False
         self._registration.register()
 
     @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
@@ -161,8 +165,7 @@ class CheckpointManager:
             callback: Called in the thread that trains once this save has been committed.
             manifest_fields: Fields of the manifest for this save only.
             remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
-            call_began: ``time.perf_counter()`` when the user's call began that makes this save alone, so that its
-                preflight counts as cost.
+            call_began: As in :meth:`.Saver.save`.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
@@ -173,13 +176,14 @@ class CheckpointManager:
             if self._registration.is_closed:  # on all ranks alike
                 raise self._registration.closed_error()
             with self.collective.stage('save'):
-                self._work.pause_if_ending()
+                self._work.block_if_process_is_ending()
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                self._work.tasks.reset_wait_deadline()
+                self._work.tasks.reset_wait_deadline()  # an end may wait up to exit_wait_secs for each save anew
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
+                    self._saving_to = target
                     self._saving = self._saver.start(target, step, manifest_fields, log_outcome)
                 else:
                     committed = self._saver.save(target, step, manifest_fields, call_began)
@@ -240,7 +244,7 @@ class CheckpointManager:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        self._work.pause_if_ending()
+        self._work.block_if_process_is_ending()
         if self._saving is not None and self._saving.done():
             may_fail_alone = not self.outcomes.raises or self.collective.world_size == 1
             if self._saving.exception() is None or may_fail_alone:
@@ -268,7 +272,8 @@ class CheckpointManager:
             self._call_frontend(ended.result())
         except XhfError:
             self._callback = None
-            self.saved_at = None
+            if self._saving_to is self.newest:
+                self.saved_at = None
             if self.outcomes.raises:
                 raise
 
@@ -293,16 +298,15 @@ class CheckpointManager:
         try:
             with self.collective.stage('finish'):
                 self.ensure_connected()
-            # Only rank 0's host may see the trainer's files
+            # The trainer's files, by which it is known, may be visible on rank 0's host only
             reloaded_step = self.collective.from_rank0('finish', lambda: reloaded_step)
         except XhfError as error:
             self.outcomes.raise_or_log(error, 'the last save')
             return
-        is_saved = self.saved_at == step.iteration
-        has_changed = self._have_weights_changed() if is_saved else reloaded_step is not None
-        if reloaded_step is not None and has_changed:
+        is_saved = self.saved_at == step.iteration and not self._have_weights_changed()
+        if reloaded_step is not None and not is_saved:
             step = reloaded_step
-        if self._options.save_last and (not is_saved or has_changed):
+        if self._options.save_last and not is_saved:
             self.save(step)
             self.wait_for_background_save()
         self.save_if_requested(step, vote_now=True)
@@ -366,7 +370,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.
 
-        Does nothing the second time, nor in a forked child, whose parent goes on.
+        If a signal of ``save_on_signal`` has come that ends the process, and no save has answered it, it takes effect
+        now. Does nothing the second time, nor in a forked child, whose parent goes on.
         """
         if not self._registration.is_of_this_process:
             return
@@ -375,7 +380,7 @@ class CheckpointManager:
             self.wait_for_background_save()
         self._ending.close()
         if self._work.requests is not None:
-            self._work.requests.end_process()
+            self._work.requests.end_process_if_signaled()
 
     @property
     def _targets(self) -> list[CheckpointFolder]:
@@ -390,10 +395,3 @@ class CheckpointManager:
     def _call_frontend(self, committed: CommittedCheckpoint) -> None:
         callback, self._callback = self._callback, None
         self.outcomes.call_frontend(committed, callback)
-
-
-def _close_forgotten(process: int, targets: Sequence[CheckpointFolder], tasks: BackgroundTasks) -> None:
-    """Called by the garbage collector, in this process or in a forked child; returns at once."""
-    if os.getpid() == process:
-        for end in (*(target.unlock for target in targets), tasks.close):
-            threading.Thread(target=end, daemon=True).start()

@@ -52,6 +52,7 @@ class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, every method.
 
     Args:
+        unwrapped: The model, and ``root``, the module whose tensors are read (see :class:`.Unwrapped`).
         log: Gets warnings of what is trained and not saved, and the progress of long saves.
         strategy: Which rank writes which bytes, as chosen for the option ``writer`` (places/access.py).
         in_background: Whether :meth:`start` will be used.
@@ -94,6 +95,7 @@ class Saver:
         self.eos_token_ids: Sequence[int] = ()
         self._memory = SnapshotMemory()
         with collective.stage('plan'):
+            # One half of a bucket may wait for the disk while the next half is gathered
             pending_nbytes = half_bucket_nbytes(options)
             self.writer = Writer(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             weakref.finalize(self, self.writer.close).atexit = False
@@ -115,7 +117,7 @@ class Saver:
             'world_size': self.collective.world_size,
             'writer': self.strategy.value,
             'dtype': self.options.dtype or 'as trained',
-            'weights': 'live',
+            'weights': 'live',  # unless unwrapped.manifest_fields say 'averaged'
             **self._unwrapped.manifest_fields,
         }
 
@@ -147,8 +149,8 @@ class Saver:
 
         Args:
             manifest_fields: Fields of the manifest for this save only.
-            call_began: ``time.perf_counter()`` when the user's call began that makes this save alone, so that its
-                preflight counts as cost; None: the save begins now.
+            call_began: For ``save_hf``: ``time.perf_counter()`` when that call began, so that its preflight counts as
+                part of the save. None: the save begins now.
 
         Raises:
             SharedError: A rank failed, in the stage that an AgreedError names, or ranks hold different models; the
@@ -238,8 +240,8 @@ class Saver:
             self.strategy,
             self.collective,
             self.log,
-            # Sent in shares, each rank's copy (for which training waits) is smaller; else one rank's own replica is
-            # cheaper to read than shares are to send
+            # In the background, ranks split the saving of replicas, so each copies less while training waits. In the
+            # foreground the owner reads its own replica, which is cheaper than receiving shares of it
             share_replicas=self.in_background,
         )
 
@@ -317,6 +319,7 @@ class Save:
                 self._add_up(tally)
                 committed = self._commit(tally)
             finally:
+                # After a commit both have nothing to remove; the target has a folder on rank 0 alone
                 for clean_up in (self._saver.writer.abort, self._target.abort):
                     with contextlib.suppress(Exception):  # of any type: the next save removes what is left
                         clean_up()
@@ -350,7 +353,7 @@ class Save:
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
         """Write this rank's part; returns the tally of that part."""
         saver, collective = self._saver, self._collective
-        with self._stage('write'):  # ends with a vote: no rank gathers for one that cannot write
+        with self._stage('write'):  # ends with a vote: no rank gathers if another cannot write
             folder = self._target.path.with_name(staging)  # hosts may mount the file system elsewhere
             saver.writer.open(saver.plan, folder, files)
             n_writers = collective.world_size if saver.strategy.all_ranks_write else 1
@@ -383,7 +386,8 @@ class Save:
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
         with self._stage('commit'), naming(target.path):
             if is_rank0:
-                # In the background, this thread reads bytes back: none can be started while the process exits
+                # In the background, this thread itself reads bytes back: perhaps the process waits for this save to
+                # exit, when no new thread can be started
                 path = target.commit(written, saver.options.verify, 1 if self.in_background else None)
                 committed = replace(committed, path=path)
         return committed

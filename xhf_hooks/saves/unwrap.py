@@ -14,7 +14,9 @@ class Unwrapped:
     """A trained model without its wrappers.
 
     Attributes:
-        root: The module that the source reads: the outermost FSDP1 wrapper, which owns tensors, or the model.
+        model: The module that the exporter knows: its class, its config and the names of its tensors.
+        root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
+            averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
         engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.
         reward_token_id: The token whose score is the reward, if the run's config names one.

@@ -73,7 +73,7 @@ def test_signals_take_their_effect_at_once_where_there_will_be_no_save():
     signal.raise_signal(signal.SIGINT)
     requests.close()
     with pytest.raises(KeyboardInterrupt):
-        requests.end_process()
+        requests.end_process_if_signaled()
 
 
 def test_a_forked_child_ends_as_ever():

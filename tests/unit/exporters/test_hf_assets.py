@@ -41,6 +41,7 @@ from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
+from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
@@ -475,7 +476,8 @@ def test_code_that_the_config_names_comes_from_the_base(has_code, tmp_path):
 
 
 @pytest.mark.parametrize('revisions', ['differ', 'are alike'])
-def test_the_revision_of_a_base_in_the_hub_cache(revisions, tmp_path, monkeypatch):
+@pytest.mark.parametrize('is_protected_first', [True, False])
+def test_the_revision_of_a_base_in_the_hub_cache(revisions, is_protected_first, tmp_path, monkeypatch):
     """transformers 5 does not tell which one was loaded: never the tokenizer of another one, and a warning."""
     repository = tmp_path / 'hub' / 'models--organization--base'
     (repository / 'refs').mkdir(parents=True)
@@ -488,6 +490,10 @@ def test_the_revision_of_a_base_in_the_hub_cache(revisions, tmp_path, monkeypatc
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 has a constant of its own
         monkeypatch.setattr(transformers.utils.hub, 'TRANSFORMERS_CACHE', str(tmp_path / 'hub'))
     model = AutoModelForCausalLM.from_pretrained('organization/base', revision='v2')
+    if is_protected_first:  # as in a run with LoRA, whose exporter asks for its base later
+        (protected,) = base_dirs_of(model)
+        has_folder = revisions == 'are alike' or getattr(model.config, '_commit_hash', None) is not None
+        assert Path(protected).is_dir() if has_folder else protected == 'organization/base'
     found, warnings = find_tokenizer(None, None, HuggingFaceExporter(model, None))
     if revisions == 'are alike':
         assert len(found) == 9 and warnings == []

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.background.upload import UploadJob, Uploads
 from xhf_hooks.errors import AgreedError, TargetError, XhfError
+from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
 from xhf_hooks.saves.manager import CheckpointManager
@@ -36,11 +38,12 @@ class Run:
         self.model, self.results = odd_llama(), []
         self.saves: list[CheckpointManager] = []
 
-    def begin(self, folder: Path, **options: Any) -> CheckpointManager:
+    def begin(self, folder: Path, suffixes: Sequence[str] = (), **options: Any) -> CheckpointManager:
         log = RunLog(logging.getLogger('test'), 'test')
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
-        saves = CheckpointManager(unwrap(self.model), folder, options, log, when='now', run=self, on_result=on_result)
+        given = dict(when='now', run=self, suffixes=suffixes, on_result=on_result)
+        saves = CheckpointManager(unwrap(self.model), folder, options, log, **given)
         self.saves.append(saves)
         return saves
 
@@ -98,6 +101,23 @@ def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp
             saves.wait_for_background_save()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert [text.endswith(' The previous save is still complete.') for text in told] == [False, True]
+
+
+@pytest.mark.parametrize('failing', ['best', 'newest'])
+def test_the_last_save_is_made_again_only_if_it_failed_and_not_the_best_one(failing, tmp_path, monkeypatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, 'No space left on device')
+
+    saves = Run().begin(tmp_path / 'hf_model', suffixes=['best'], async_save=True)
+    for name, target in (('newest', saves.newest), ('best', saves.extra_targets['best'])):
+        with monkeypatch.context() as disk:
+            if name == failing:
+                disk.setattr(OutputFile, 'write', full)
+            saves.save(iteration(20), target)
+            saves.wait_for_background_save()
+    saves.finish(iteration(20))
+    assert assert_whole(tmp_path / 'hf_model') == 20
+    assert read_manifest(tmp_path / 'hf_model').number == 1, 'how often it was committed'
 
 
 @pytest.fixture
