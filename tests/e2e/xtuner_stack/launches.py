@@ -226,9 +226,10 @@ def _loads_in_4_bits() -> bool:
 
     Those move a 4-bit model to its device, which transformers before 4.43 refuses. 4.36 quantizes on a GPU only.
     """
-    return find_spec('transformers.quantizers') is not None and 'is_loaded_in_8bit' in inspect.getsource(
-        transformers.PreTrainedModel.to
-    )
+    if find_spec('transformers.quantizers') is None:
+        return False
+    # By its code, since the function itself is wrapped: inspect would show the one of torch.nn.Module
+    return 'is_loaded_in_8bit' in inspect.getsource(transformers.PreTrainedModel.to.__code__)
 
 
 def _dispatch_fits_mistral() -> bool:
