@@ -104,7 +104,9 @@ def tried_with(kind: type, sizes: dict[str, int], needed: Mapping[str, Any] | No
         default = kind.config_class()
         sizes = {field: size for field, size in sizes.items() if type(getattr(default, field, None)) is int}
         config = kind.config_class(**sizes)
-        fill(config, needed or {})
+        if needed:
+            fill(config, needed)
+            kind.config_class.from_dict(config.to_dict())  # raises if this class accepts other values
         model = build_on_meta(kind, config)
         outcome = 'fails'
         specs, exporter = source_for(model).specs(), exporter_for(model, None)

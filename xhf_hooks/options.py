@@ -509,7 +509,12 @@ class RunOptions(SaveOptions):
             "o'``）。"
         ),
     )
-    save_last: bool = _option(True, 'Also save when training ends.', _switch, zh='训练结束时再保存一次。')
+    save_last: bool = _option(
+        True,
+        'Also save when training ends, unless the last weights are saved already.',
+        _switch,
+        zh='训练结束时也保存一次；最后的权重已经保存过时除外。',
+    )
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '

@@ -135,7 +135,7 @@ def callback(work_dir: Path) -> list[str]:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
 
-    options = dict(save_strategy='no', save_on_signal='SIGUSR2', max_keep_ckpts=-1)
+    options = dict(save_strategy='no', save_on_signal='SIGUSR2', save_total_limit=None)
     with mock.patch.object(HFCheckpointCallback, 'on_train_begin', on_train_begin):
         return trainer_run(options, dict(max_steps=LAST), zero_config(2), work_dir)
 

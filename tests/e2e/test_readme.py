@@ -169,29 +169,6 @@ def test_what_stands_alone_can_be_used():
     assert hook.on_saved[-2:] == ('{path}', '{output}/lm_eval')
 
 
-def test_a_server_loads_each_save(tmp_path):
-    """While two ranks train: every folder that the recipe names is whole, and stays so after newer saves."""
-    from tests.helpers.checks.answering import answering
-    from tests.helpers.checks.compare import folder_tensors
-    from tests.helpers.checks.serving import Server
-    from tests.helpers.runs import frontends as doors
-    from tests.helpers.runs.zero_config import zero_config
-
-    found: dict[str, Any] = {}
-    newest = tmp_path / 'hf_model'
-    with answering(Server(newest, last=6)) as server:
-        exec(code('update_weights_from_disk', 'on-saved.md').replace('http://127.0.0.1:30000', server.url), found)
-        options = dict(on_saved=found['on_saved'], save_strategy='steps', save_steps=2)
-        run_ranks(doors.trainer_run, 2, options, dict(max_steps=6), zero_config(3), tmp_path)
-    assert server.wrong == []
-    assert (server.loaded[0], server.loaded[-1]) == (2, 6)
-    saved = folder_tensors(newest)
-    assert saved.keys() == server.tensors.keys()
-    assert all(tensor.equal(server.tensors[name]) for name, tensor in saved.items())
-    answer = json.loads((tmp_path / 'hf_model_on_saved' / 'iter_6' / 'output.log').read_text())
-    assert answer['success'] is True
-
-
 def trains_with(on_saved: str, environment: dict[str, str], folder: Path) -> None:
     """Train three steps; a command of ``on_saved`` has these variables."""
     from unittest.mock import patch

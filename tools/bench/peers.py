@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,58 @@ class DcpPeer:
         writer = HuggingFaceStorageWriter(str(sharded), self._file_of, save_distributed=True)
         save(self._state, storage_writer=writer)
         consolidate_safetensors_files_on_every_rank(str(sharded), str(folder), self._file_of, _DCP_THREADS)
+
+
+class MetaPeer(DcpPeer):
+    """torch_checkpointing 0.1.1 of Meta: a file of shards from each rank, and Hugging Face files made from these.
+
+    On a CPU it needs two changes: its ranks exchange what they hold through tensors on 'cuda' (``metadata_manager.py``,
+    ``_all_gather_pickled_data``), which a gather of objects replaces; and direct writes, which it makes of any size,
+    are off. Its asynchronous saver would call the same consolidation in a process of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.default_resharder import DefaultResharder
+        from torch_checkpointing.metadata_manager import DefaultMetadataManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        super().__init__(model)
+        DefaultMetadataManager._all_gather_pickled_data = _gather_by_rank
+        layout = LayoutInfo('model_{rank}.safetensors', SafetensorsSerialization())
+        self._storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                items={'model': ItemSpec(layout=layout, resharder=DefaultResharder())},
+                save=SyncCheckpointSaverConfig(),
+                storage_config=self._storage,
+            )
+        )
+
+    def save(self, folder: Path) -> None:
+        """Runs on: all ranks."""
+        from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
+
+        sharded = folder / 'sharded'
+        if dist.get_rank() == 0:
+            shutil.rmtree(sharded, ignore_errors=True)  # of the save before, which it refuses to replace
+        dist.barrier()
+        self._manager.save(str(sharded), {'model': self._state})
+        dist.barrier()  # its synchronous saver has none
+        consolidate_hf_safetensors_checkpoint(
+            str(sharded),
+            output_dir=str(folder),
+            fqn_to_index_mapping=self._file_of,
+            storage_config=self._storage,
+        )
+
+
+def _gather_by_rank(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
+    found = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(found, data, group=process_group)
+    return dict(enumerate(found))
 
 
 #: Peers by name; called with the engine and the folder on all ranks.

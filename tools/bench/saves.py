@@ -18,9 +18,9 @@ from torch import nn
 
 from bench.launch import Figures, in_turns
 from bench.measuring import clear, measure
-from bench.peers import PEERS, DcpPeer, Floors, xtuner_way
+from bench.peers import PEERS, DcpPeer, Floors, MetaPeer, xtuner_way
 from bench.throttle import limited_writes
-from bench.ways import AS_THE_HOOK, ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, NO_SAVE, OURS, SYNC, XTUNER
+from bench.ways import AS_THE_HOOK, ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, META, NO_SAVE, OURS, SYNC, XTUNER
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.fsdp_runs import shard
 from xhf_hooks.collective import Collective
@@ -76,6 +76,8 @@ class Ways:
         """What DCP needs besides the model is made here and freed with the way, or it would count as others' memory."""
         if name == DCP:
             return DcpPeer(self._engine.module).save
+        if name == META:
+            return MetaPeer(self._engine.module).save
         if name in PEERS:
             return partial(PEERS[name], self._engine)
         if name.startswith(OURS):

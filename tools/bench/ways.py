@@ -10,6 +10,7 @@ FLOOR_ALL = 'floor: all processes write as many bytes together'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
 DCP = "PyTorch DCP: FSDP2's shards, consolidated on every rank"
+META = "Meta's torch_checkpointing: FSDP2's shards, consolidated on every rank"
 #: Who writes what.
 WRITERS = ('positional', 'parallel', 'stream', 'gather')
 OURS = 'xhf_hooks '
@@ -30,7 +31,7 @@ def ways_of(what: str) -> list[str]:
         return [f'{OURS}{writer}{kind}' for writer in WRITERS for kind in (FLAT, HSDP)]
     floors = [f'{floor}{fsync}' for fsync in ('', FSYNC) for floor in (FLOOR, FLOOR_ALL)]
     ours = [f'{OURS}{writer}{fsync}' for fsync in (NO_FSYNC, AS_THE_HOOK) for writer in WRITERS]
-    return [*floors, XTUNER, ACCELERATE, DCP, *ours]
+    return [*floors, XTUNER, ACCELERATE, DCP, META, *ours]
 
 
 def choose(ways: Sequence[str], wanted: Sequence[str]) -> list[str]:
