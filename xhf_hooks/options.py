@@ -417,12 +417,12 @@ class SaveOptions(_Options):
     )
     max_keep_ckpts: int = _option(
         1,
-        'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500`` or '
-        '``hf_model_epoch_2``. -1 keeps all.',
+        'How many saves to keep, including the newest and besides those of ``keep_every``. Older ones are named '
+        '``hf_model_iter_500`` or ``hf_model_epoch_2``. -1 keeps all.',
         _at_least(1, -1),
         zh=(
-            '最多保留多少个保存的模型，包括最新的。之前的目录名为 ``hf_model_iter_500`` 或 ``hf_model_epoch_2``。'
-            '-1 表示全部保留。'
+            '最多保留多少个保存的模型，包括最新的，不包括 ``keep_every`` 保留的。之前的目录名为 ``hf_model_iter_500`` '
+            '或 ``hf_model_epoch_2``。-1 表示全部保留。'
         ),
     )
     model_card: bool = _option(
@@ -580,9 +580,9 @@ class RunOptions(SaveOptions):
     )
     upload_keep: int = _option(
         -1,
-        'How many uploaded saves to keep, including the newest. -1 keeps all.',
+        'How many uploaded saves to keep, including the newest and besides those of ``keep_every``. -1 keeps all.',
         _at_least(1, -1),
-        zh='最多保留多少个上传的模型，包括最新的。-1 表示全部保留。',
+        zh='最多保留多少个上传的模型，包括最新的，不包括 ``keep_every`` 保留的。-1 表示全部保留。',
     )
     storage_options: dict[str, Any] | None = _option(
         None,
@@ -618,12 +618,12 @@ class HookOptions(RunOptions):
     _: KW_ONLY
     interval: int | None = _option(
         None,
-        "Number of epochs or iterations between saves; -1 saves only at the end. None: as in the run's "
-        'CheckpointHook, with its ``save_begin``.',
+        'Number of epochs or iterations between saves. -1: no such schedule; other options, such as ``save_last`` and '
+        "``interval_minutes``, still save. None: as in the run's CheckpointHook, with its ``save_begin``.",
         _at_least(1, -1),
         zh=(
-            '保存间隔（epoch 数或迭代数）；-1 表示只在结束时保存。None：与训练的 CheckpointHook 及其 ``save_begin'
-            '`` 相同。'
+            '保存间隔（epoch 数或迭代数）。-1：不按间隔保存；其他选项（例如 ``save_last`` 和 ``interval_minutes``）'
+            '仍会保存。None：与训练的 CheckpointHook 及其 ``save_begin`` 相同。'
         ),
     )
     by_epoch: bool | None = _option(
@@ -678,9 +678,13 @@ class CallbackOptions(RunOptions):
     _: KW_ONLY
     save_strategy: Literal['no', 'steps', 'epoch'] | None = _option(
         None,
-        "'no' (only at the end), 'steps' or 'epoch'. None: whenever Trainer itself saves a checkpoint.",
+        "'steps', 'epoch', or 'no' for no such schedule; other options, such as ``save_last`` and "
+        '``interval_minutes``, still save. None: whenever Trainer itself saves a checkpoint.',
         _one_of('no', 'steps', 'epoch'),
-        zh="'no'（只在结束时）、'steps' 或 'epoch'。None：Trainer 自己保存检查点时。",
+        zh=(
+            "'steps'、'epoch'，或 'no'（不按间隔保存；其他选项，例如 ``save_last`` 和 ``interval_minutes``，仍会保存"
+            '）。None：Trainer 自己保存检查点时。'
+        ),
     )
     save_steps: int | None = _option(
         None,
@@ -690,13 +694,15 @@ class CallbackOptions(RunOptions):
     )
     save_total_limit: int | None = _option(
         1,
-        'How many saves to keep, including the newest. Older ones are named ``hf_model_iter_500``. None keeps all. '
+        'How many saves to keep, including the newest and besides those of ``keep_every``. Older ones are named '
+        '``hf_model_iter_500``. None keeps all. '
         'The limit of TrainingArguments does not apply here: it is for checkpoints to resume from.',
         _must_be(
             'an integer of at least 1, or None', lambda value: value is None or (_is_number(value, int) and value >= 1)
         ),
         zh=(
-            '最多保留多少个保存的模型，包括最新的。之前的目录名为 ``hf_model_iter_500``。None 表示全部保留。Train'
+            '最多保留多少个保存的模型，包括最新的，不包括 ``keep_every`` 保留的。'
+            '之前的目录名为 ``hf_model_iter_500``。None 表示全部保留。Train'
             'ingArguments 中的同名选项在这里不起作用，它限制的是用于恢复训练的检查点。'
         ),
     )

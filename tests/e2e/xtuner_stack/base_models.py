@@ -40,7 +40,7 @@ _SIZES = dict(
     num_attention_heads=3,
     num_key_value_heads=1,
     max_position_embeddings=128,
-) | (dict(hidden_size=335, head_dim=6, vocab_size=301) if has_head_dim() else dict(hidden_size=66, vocab_size=1541))
+) | (dict(hidden_size=333, head_dim=6, vocab_size=301) if has_head_dim() else dict(hidden_size=66, vocab_size=1541))
 
 
 def make_base_model(folder: Path, family: str) -> None:
