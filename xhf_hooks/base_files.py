@@ -35,7 +35,7 @@ VOCABULARY_FILES = (
     'sentencepiece.bpe.model',
     'tekken.json',
 )
-#: Files that transformers reads. A folder that has only vocabularies may hold a tokenizer of another library.
+#: Files that transformers writes. A folder with none of them, but a vocabulary, may be for another library.
 _TRANSFORMERS_TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json')
 #: Files of a tokenizer. A folder has one if it has one of these.
 TOKENIZER_FILES = (*_TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
@@ -45,7 +45,7 @@ PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_p
 MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
 #: Files whose field ``auto_map`` may name code.
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
-#: Endings of files that are not copied with the code, even if its text mentions them: it does not read them there.
+#: Endings of files that code does not read from its own folder: they are not copied with it, even if it names them.
 _NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
 #: Files that show that a folder holds a model.
 _CONFIGS = ('config.json', 'adapter_config.json')

@@ -22,7 +22,8 @@ class RunRegistration:
     the next run (it trains a probe, for example) is not interrupted: it stays open.
 
     Args:
-        run: Identifies the run, such as MMEngine's runner. Only another run can close this one.
+        run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted; a second
+            hook of the same run does not.
         places: The folders and URLs of the run's saves: no two runs have one in common.
         close: Closes the run; called when another run begins.
 
