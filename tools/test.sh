@@ -4,6 +4,7 @@
 #     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
 #     bash tools/test.sh --all                 both tiers, as CI does
 #     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
+#     bash tools/test.sh --network-fs          saves on MooseFS, in neither tier
 #     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
 #     bash tools/test.sh --trainers [NAME...]  real trainers, vLLM and LMDeploy (tests/trainers/test_NAME.py), in neither tier
@@ -105,8 +106,8 @@ first_tier() {
 }
 
 second_tier() {
-    # For DeepSpeed's NVMe operator, a network file system, and file systems to mount
-    need_debian_packages libaio-dev moosefs-master moosefs-chunkserver moosefs-client xfsprogs btrfs-progs iproute2
+    # For DeepSpeed's NVMe operator, and file systems to mount
+    need_debian_packages libaio-dev xfsprogs btrfs-progs iproute2
     make_env .venv modern test stores docs
     # tests/e2e/test_older_readers.py reads with both
     make_overlay transformers-4.48.0 .venv
@@ -117,7 +118,7 @@ second_tier() {
     (run xtuner test_xtuner xtuner-0.1; run transformers4 test_transformers4; run docs build_docs) &
     local files
     mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py' --exclude-dir=xtuner_stack)
-    show stress test_with .venv stress --complete -m needs tests/stress "${files[@]}"
+    show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py "${files[@]}"
     wait "$compiling"
 }
 
@@ -182,6 +183,11 @@ case ${1-} in
                 test_with "$environment" "$trainer" "tests/trainers/test_$trainer.py"
             )
         done
+        ;;
+    --network-fs)
+        need_debian_packages moosefs-master moosefs-chunkserver moosefs-client iproute2
+        make_env .venv modern test
+        test_with .venv network_fs --complete tests/stress/test_network_fs.py "${@:2}"
         ;;
     --xtuner)
         make_env .venv modern test # which reads what XTuner's runs wrote
