@@ -19,7 +19,9 @@ class NextTokenLoss(BaseMetric):
             self.results.append(nn.functional.cross_entropy(logits, label[1:].to(logits.device)).item())
 
     def compute_metrics(self, results: list[float]) -> dict[str, float]:
-        return {'next_token_loss': sum(results) / len(results)}
+        loss = sum(results) / len(results)
+        print(f'next_token_loss is {loss}')  # MMEngine's log has the mean of this and the earlier ones
+        return {'next_token_loss': loss}
 
 
 class Grounding(BaseModel):

@@ -101,9 +101,7 @@ def test_the_best_of_a_run_that_validates_and_chats(runs, tmp_path, monkeypatch)
     monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(BEST)
     (folder,) = work_dir.glob('*/hf_model_best')
-    scores = re.findall(
-        r'Iter\(val\).*next_token_loss: (\S+)', (folder.parent / f'{folder.parent.name}.log').read_text()
-    )
+    scores = re.findall(r'next_token_loss is (\S+)', runs.output(BEST))
     assert len(scores) == LAST and runs.output(BEST).count('after_val in EvaluateChatHook') >= LAST
     manifest = json.loads((folder / 'xhf_manifest.json').read_text())
     assert manifest['iteration'] == 1 + min(range(LAST), key=lambda step: float(scores[step]))

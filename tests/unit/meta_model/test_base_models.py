@@ -248,7 +248,7 @@ def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_loa
     expected = convert(checkpoint, tmp_path / 'expected', '--lora', 'merge')
     monkeypatch.setattr(base_weights, 'load_with_info', fail)
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), expected)
-    assert 'those in the files are taken' not in capsys.readouterr().err, 'the class has the same names'
+    assert 'the names in files are used' not in capsys.readouterr().err, 'the class has the same names'
     monkeypatch.setattr(base_weights, 'build_on_meta', fail)
     convert(checkpoint, tmp_path / 'unknown', '--lora', 'merge')
-    assert 'those in the files are taken (ImportError: accelerate is missing)' in capsys.readouterr().err
+    assert 'the names in files are used (ImportError: accelerate is missing)' in capsys.readouterr().err

@@ -81,5 +81,5 @@ def test_every_element_of_a_flat_buffer_is_saved_once(stride, size):
     for skipped in (0, 5, 10, 15):
         spread = spread_over(5, [(stride, size, each)], WORLD_SIZE, skipped)
         assert sorted(at for rank in range(WORLD_SIZE) for at in spread.held_by(rank)) == [*range(5)], skipped
-        assert (len(spread.copied) > 0) == (size < WORLD_SIZE)
+        assert (len(spread.replicated) > 0) == (size < WORLD_SIZE)
     assert spread_over(5, [(3, 2, each)], WORLD_SIZE) is None
