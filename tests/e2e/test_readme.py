@@ -169,34 +169,13 @@ def test_what_stands_alone_can_be_used():
     assert hook.on_saved[-2:] == ('{path}', '{output}/lm_eval')
 
 
-def trains_with(on_saved: str, environment: dict[str, str], folder: Path) -> None:
-    """Train three steps; a command of ``on_saved`` has these variables."""
-    from unittest.mock import patch
-
-    from tests.helpers.runs import frontends as doors
-
-    with patch.dict(os.environ, environment):
-        doors.make_trainer(folder, dict(on_saved=on_saved), max_steps=3).train()
-
-
-def test_each_save_is_a_commit_on_the_hub(tmp_path):
-    """The recipe, up to the requests: a message, all files of the save, and none of the shards before it."""
-    from tests.helpers.checks.answering import answering
-    from tests.helpers.checks.hub import Hub
-
+def test_hf_knows_the_options_of_the_recipe_for_the_hub():
     found: dict[str, Any] = {}
     exec(code('hf upload', 'on-saved.md'), found)
-    with answering(Hub('model-00001-of-00002.safetensors', 'README.md')) as hub:
-        path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-        environment = dict(
-            HF_ENDPOINT=hub.url, HF_TOKEN='hf_token', HF_HUB_OFFLINE='0', HF_HUB_DISABLE_XET='1', PATH=path
-        )
-        run_ranks(trains_with, 1, found['on_saved'], environment, tmp_path)
-    log = (tmp_path / 'hf_model_on_saved' / 'iter_3' / 'output.log').read_text()
-    (commit,) = hub.commits or pytest.fail(log)
-    assert commit.message == 'iter_3, trained from organization/base'
-    assert commit.files == {file.name: file.read_bytes() for file in (tmp_path / 'hf_model').iterdir()}
-    assert commit.deleted == ['model-00001-of-00002.safetensors']
+    program = Path(sys.executable).with_name('hf')
+    shown = subprocess.run([program, 'upload', '--help'], capture_output=True, text=True, check=True).stdout
+    options = [word for word in found['on_saved'].split() if word.startswith('--')]
+    assert len(options) == 2 and [option for option in options if option not in shown] == []
 
 
 def test_the_lines_that_let_mmengine_resume(tmp_path):
