@@ -94,7 +94,7 @@ def test_those_of_stage_0_are_refused_by_the_name_of_their_optimizer(results, tm
     root, outcomes = results
     (name, of_engine, of_module), _ = check(outcomes, 'stage_0')
     assert (
-        f"no 'float32', or stage 1, 2 or 3 of zero_optimization in DeepSpeed's config: at stage 0, its {name}"
+        f"expected ZeRO stage 1, 2 or 3 for 'float32' (zero_optimization in DeepSpeed's config; at stage 0, {name}"
         in of_engine
     )
     assert not (root / 'stage_0' / 'engine').exists()

@@ -321,7 +321,7 @@ def said(name: str) -> tuple[str, ...]:
     if name in CALLS:
         return f'rank {CALLS[name][0]}: OSError', os.strerror(CALLS[name][2])
     if name.startswith('other_file'):
-        return "stage 'write' failed", 'which rank 0 has made', "writer='stream'"
+        return "stage 'write' failed", 'expected the file that rank 0 created', "writer='stream'"
     return "stage 'commit' failed", 'rank 0:'
 
 

@@ -124,7 +124,7 @@ class BestMetric(CheckpointHook):
             except TargetError as error:
                 if metric not in self._blocked:
                     self._blocked.add(metric)
-                    warn(f'save_best: this run makes no best saves by {metric!r}: {error}, for the next run')
+                    warn(f'save_best: this run makes no best saves by the metric {metric!r}: {error}, for the next run')
                 continue
             if metrics[metric] is not None and self.is_better_than[metric](metrics[metric], self._best(metric, hub)):
                 better[metric] = float(metrics[metric])

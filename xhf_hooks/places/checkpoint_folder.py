@@ -323,8 +323,8 @@ class CheckpointFolder:
             if retention.max_keep != -1:  # this save counts as an older one, since `path` itself holds none
                 retention = replace(retention, max_keep=retention.max_keep + 1)
             self._warn(
-                f'{self.path} {foreign}, so it stays, and the save of {step.label} is {self._committed}; move '
-                f'{self.name} away, and the next save gets its name'
+                f'{self.path} {foreign}, so it was left alone. The new save is in {self._committed}. Move '
+                f'{self.name} away; then the next save is named {self.name} again'
             )
         elif self.path.exists():
             replaced = self._replace_newest(staging)

@@ -86,7 +86,7 @@ def refuse_unnamed_fp32_masters(engine_or_optimizer: Any) -> None:
     for found in (engine_or_optimizer, getattr(engine_or_optimizer, 'optimizer', None)):
         if any(hasattr(found, name) for name in ('fp32_groups', 'fp32_groups_flat')):
             expected = (
-                f"no 'float32', or stage 1, 2 or 3 of zero_optimization in DeepSpeed's config: at stage 0, its "
-                f'{type(found).__name__} does not show which parameter each fp32 master weight belongs to'
+                f"ZeRO stage 1, 2 or 3 for 'float32' (zero_optimization in DeepSpeed's config; at stage 0, "
+                f'{type(found).__name__} does not show which parameter each fp32 master weight belongs to)'
             )
-            raise OptionError('dtype', expected, 'float32')
+            raise OptionError('dtype', expected, 0)

@@ -46,8 +46,9 @@ class FileIdentity:
         found = os.fstat(fd)
         if (found.st_ino, found.st_size) != (self.inode, self.nbytes):
             raise TargetError(
-                f'{path}: expected file number {self.inode} of {self.nbytes} bytes, which rank 0 has made; this host '
-                f'finds number {found.st_ino} of {found.st_size} bytes, probably from a stale name cache. '
+                f'{path}: expected the file that rank 0 created (inode {self.inode}, {self.nbytes} bytes); on this '
+                f'host the path leads to inode {found.st_ino} ({found.st_size} bytes), probably because of a stale '
+                f'name cache. '
                 f"Set writer='stream', so that only rank 0 writes"
             )
 

@@ -119,4 +119,4 @@ def test_a_folder_that_auto_may_not_replace_does_not_end_the_run(content, words,
     best.begin(Path('hf_model'), [BestSave.described_by(json.dumps(content).encode(), 'hf_best', 'best')], hub)
     assert [best.improved({'acc': score}, hub, said.append) for score in (1, 2)] == [{}, {}]
     told = f'hf_best {words} Move it away, or set out_dir, for the next run'
-    assert said == [f"save_best: this run makes no best saves by 'acc': {told}"]
+    assert said == [f"save_best: this run makes no best saves by the metric 'acc': {told}"]

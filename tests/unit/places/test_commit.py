@@ -134,8 +134,8 @@ def test_commit_does_not_replace_what_somebody_put_there_meanwhile(claim, tmp_pa
     folder.path.rename(tmp_path / '.moved')
     assert visible(tmp_path) == {'hf_model_iter_2': 2, 'hf_model_iter_3': 3}
     assert said[2] == (
-        f'{folder.path} holds files that this package did not write, so it stays, and the save of iter_3 is '
-        f'{folder.path}_iter_3; move hf_model away, and the next save gets its name'
+        f'{folder.path} holds files that this package did not write, so it was left alone. The new save is in '
+        f'{folder.path}_iter_3. Move hf_model away; then the next save is named hf_model again'
     )
     commit_one(folder, 4)
     assert visible(tmp_path) == {'hf_model': 4, 'hf_model_iter_3': 3} and len(said) == 3
