@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from xhf_hooks.errors import TargetError
 from xhf_hooks.sources.host_memory import host_memory
 from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
@@ -96,3 +97,18 @@ def test_a_new_file_has_all_of_its_room_where_that_can_be(tmp_path, monkeypatch,
     found = (tmp_path / 'file').stat()
     assert (found.st_size, found.st_blocks * 512 >= 16 * MB) == (16 * MB, reserves)
     assert (tmp_path / 'file').read_bytes() == b'head' + bytes(16 * MB - 4)
+
+
+def test_another_file_at_the_same_path_is_refused_with_both_inodes(tmp_path):
+    """As on a host whose name cache still leads to the file of an earlier save."""
+    path, elsewhere = tmp_path / 'file', tmp_path / 'elsewhere'
+    created = create_file(elsewhere, b'', 100)
+    found = create_file(path, b'', 60)
+    with pytest.raises(TargetError) as caught:
+        OutputFile(path, created)
+    assert str(caught.value) == (
+        f'{path}: expected the file that rank 0 created (inode {elsewhere.stat().st_ino}, 100 bytes); on this host the '
+        f'path leads to inode {path.stat().st_ino} (60 bytes), probably because of a stale name cache. Set '
+        f"writer='stream', so that only rank 0 writes"
+    )
+    OutputFile(path, found).close()
