@@ -15,7 +15,7 @@ What it leaves:
         <timestamp>/
             hf_model/                  the newest save; load it with from_pretrained
                 config.json
-                generation_config.json
+                generation_config.json  README.md
                 model.safetensors
                 tokenizer.json  tokenizer_config.json
                 xhf_manifest.json

@@ -13,7 +13,7 @@ What it leaves, at every save_steps and at the end:
         <timestamp>/
             hf_model/
                 config.json
-                generation_config.json
+                generation_config.json  README.md
                 model-*.safetensors  model.safetensors.index.json
                 tokenizer.json  tokenizer_config.json  special_tokens_map.json
                 xhf_manifest.json

@@ -58,11 +58,16 @@ def folder_with(folder: Path, config: dict[str, Any], *files: str) -> Path:
 def test_the_command_loads_the_model(tmp_path, monkeypatch, family, task):
     model = build(family, models=MODELS)
     committed = save_hf(model, tmp_path / 'hf_model', step=1500)
-    assert fields_of(committed.path) == {'library_name': 'transformers', 'pipeline_tag': task, 'tags': ['xhf_hooks']}
+    expected = {'library_name': 'transformers', 'pipeline_tag': task, 'tags': ['xhf_hooks']}
+    # transformers before 4.46 has no such class: the card names the model's own, and no task
+    has_auto_class = family != 'llava' or hasattr(transformers, 'AutoModelForImageTextToText')
+    if not has_auto_class:
+        del expected['pipeline_tag']
+    assert fields_of(committed.path) == expected
     monkeypatch.chdir(committed.path)
     names: dict[str, Any] = {}
     exec(command_in(committed.path), names)
-    assert type(names['model']) is type(model) and 'Auto' in command_in(committed.path)
+    assert type(names['model']) is type(model) and ('Auto' in command_in(committed.path)) == has_auto_class
     assert 'README.md' in read_manifest(committed.path).files
 
 
