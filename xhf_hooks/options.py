@@ -153,7 +153,7 @@ def folder(option: str, value: Any) -> Path:
 def require_apart(out_dir: Path, of_trainer: Path, trainer: str) -> None:
     """Refuse to replace the folder that a trainer writes into, or one that holds it. Runs on: all ranks.
 
-    Asks no file system, so that all ranks get the same answer.
+    ``out_dir`` may lie inside that folder. Asks no file system, so that all ranks get the same answer.
 
     Args:
         of_trainer: The folder into which the trainer writes its checkpoints.

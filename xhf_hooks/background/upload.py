@@ -48,6 +48,9 @@ class Uploads(EachSave[UploadJob]):
     files itself, since their rank may have died or may not reach the store. Other ranks wait until rank 0 begins this
     save, or a later one. A file that they cannot upload is no error: rank 0 uploads it, or logs why it cannot.
 
+    Inherited from :class:`.EachSave`: a thread that calls :meth:`process` with one job after another and logs errors;
+    ``add``, which queues a job in ``_waiting``; ``pause``, which raises once ``close`` has set ``_must_end``.
+
     Args:
         destinations: Where saves are uploaded to, by the name of their folder.
         n_ranks: Number of ranks that share the files.
@@ -108,7 +111,7 @@ class Uploads(EachSave[UploadJob]):
         if offered is not None and self._rank < self._n_ranks:
             name, run = offered
             folder = target.path.with_name(name)  # other hosts may mount it elsewhere
-            # Other ranks do what the pointer says
+            # Only rank 0 skips saves for newer ones; other ranks learn from the pointer which save it has begun
             self.add(UploadJob(target.name, step, release, self._number, folder, run), replaces=self._rank == 0)
 
     def process(self, job: UploadJob) -> None:
@@ -151,6 +154,7 @@ class Uploads(EachSave[UploadJob]):
                 self.pause(min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
             else:
                 n_taken_over += 1
+                # One file, then look again. From the end: other ranks send theirs from the front, largest first
                 self._send(saves, job, prefix, manifest, missing[-1:])
         saves.publish(prefix, data)
         if n_taken_over:
@@ -161,7 +165,7 @@ class Uploads(EachSave[UploadJob]):
         """Upload this rank's files once rank 0 has begun the save, unless that is over."""
         pause_secs = _LEAST_POLL_SECS
         while (pointer := self._begun_since(job)) is None:
-            self.pause(pause_secs)
+            self.pause(pause_secs)  # raises once the run has ended
             pause_secs = min(2 * pause_secs, _MOST_POLL_SECS)
         if pointer.number != job.number or pointer.writing is None:
             return
@@ -190,7 +194,7 @@ class Uploads(EachSave[UploadJob]):
 
     def _send(self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
         for name in names:
-            self.pause()
+            self.pause()  # raises once the run has ended
             send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
 
 

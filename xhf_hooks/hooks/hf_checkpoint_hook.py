@@ -1,4 +1,4 @@
-"""MMEngine's hook: ``custom_hooks = [dict(type='HFCheckpointHook')]``."""
+"""MMEngine's hook: ``custom_hooks = [dict(type='xhf_hooks.HFCheckpointHook')]``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.system.child_processes import SignalProofChildren
 
 
-@explains(HookOptions)
+@explains(HookOptions)  # adds the options to the docstring, and an error for unknown names
 class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
@@ -38,8 +38,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     :class:`.RunFrontend`.
 
     Examples:
-        >>> custom_imports = dict(imports=['xhf_hooks'])
-        >>> custom_hooks = [dict(type='HFCheckpointHook')]
+        >>> custom_hooks = [dict(type='xhf_hooks.HFCheckpointHook')]
     """
 
     priority = 95  # after CheckpointHook (90)
@@ -75,6 +74,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         if has_head(unwrapped.model):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
         out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
+        # It may lie inside work_dir, but a save must not replace work_dir
         require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         self._saves = CheckpointManager(
             unwrapped,

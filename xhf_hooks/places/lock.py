@@ -29,7 +29,8 @@ class RunLock:
     The kernel releases the lock when the process ends. The file names the process that holds it.
 
     Attributes:
-        works_across_hosts: Whether other hosts see the lock. If not, it keeps out other runs on this host only.
+        works_across_hosts: Whether other hosts see the lock. If not, it keeps out other runs on this host only,
+            or none if the file system has no locks.
         holder: Another process that has signed the file: it holds the lock, or was killed.
     """
 
@@ -54,9 +55,9 @@ class RunLock:
         return True
 
     def keep_until_exit(self) -> None:
-        """Release the lock for this process alone: another lock of the same folder takes it over, or exit releases it.
+        """Keep the lock, but let a later RunLock of this process take it over; exit releases it.
 
-        A loop of calls is one run: between two of them no other run may save here.
+        So several calls of ``save_hf`` are one run: between two of them no other run may save here.
         """
         if self._fd is not None and self._pid == os.getpid():
             kept = RunLock._kept[self.path] = copy.copy(self)
@@ -70,7 +71,7 @@ class RunLock:
         if kept is None:
             return False
         atexit.unregister(kept.release)
-        found = look_up(self.path)
+        found = look_up(self.path)  # asks the server: this host's cache may be stale
         is_of_this_process = kept._fd is not None and kept._pid == os.getpid()
         if not is_of_this_process or found is None or found.st_ino != os.fstat(kept._fd or 0).st_ino:
             kept.release()
@@ -87,7 +88,8 @@ class RunLock:
         fd, self._fd = self._fd, None
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):  # closing the file releases the lock
-                if os.path.samestat(os.lstat(self.path), os.fstat(fd)):  # else somebody removed it: another run's
+                # Otherwise the file at this path is another run's: ours was removed
+                if os.path.samestat(os.lstat(self.path), os.fstat(fd)):
                     self.path.unlink()
         os.close(fd)
 
@@ -121,8 +123,8 @@ class RunLock:
                 return False
             if error.errno not in _NO_LOCKS:
                 raise
-            self.works_across_hosts = False
-        found = look_up(self.path)
+            self.works_across_hosts = False  # the file system has no locks: go on without one
+        found = look_up(self.path)  # as above; is it still the file that was opened?
         return found is not None and found.st_ino == os.fstat(fd).st_ino
 
 
@@ -149,6 +151,7 @@ def _open_current(path: Path) -> int | None:
         None if another host created it and this one does not see it yet.
     """
     for flags in (os.O_EXCL, 0):
+        # Without O_EXCL, too, this is raised if the server has a name that this client's cache lacks
         with contextlib.suppress(FileExistsError):
             return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     return None

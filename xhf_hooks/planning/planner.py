@@ -71,9 +71,9 @@ def make_plan(
         to_copy += [CopiedTensor(placement, source) for placement, source in sources if source is not None]
         if index is not None:
             indexes[file_set.path(f'{file_set.stem}.safetensors.index.json')] = index
-    written: list[Group] = []
-    sent: list[Group] = []
-    whole: list[Group] = []
+    written: list[Group] = []  # of which every rank writes its own slices ('positional')
+    sent: list[Group] = []  # whose slices are sent to the owner ('parallel', 'stream')
+    whole: list[Group] = []  # that are gathered
     for group in groups:
         known = _spread_of(group, spread) if strategy.reads_slices else None
         if known is None:
@@ -85,16 +85,25 @@ def make_plan(
         else:
             whole.append(group)
     n_writers = world_size if strategy.all_ranks_write else 1
-    to_own = [*sent, *whole, *(Group((), (one.placement,), None) for one in to_copy)]
+    to_own = [*sent, *whole, *(Group(reads=(), placements=(one.placement,), combine=None) for one in to_copy)]
     owner_of = _choose_owners(to_own, files, n_writers, share_files=strategy.in_place)
     copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_replicas:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
+    # Owners take turns, so that each bucket has groups of as many owners as possible, which write at the same time
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
     buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
     rounds, gathered = fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets))
-    plan = SavePlan(tuple(files), tuple(written), rounds, gathered, tuple(copied), indexes, '')
+    plan = SavePlan(
+        files=tuple(files),
+        sliced=tuple(written),
+        rounds=rounds,
+        buckets=gathered,
+        copied=tuple(copied),
+        indexes=indexes,
+        digest='',
+    )
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
 
 
@@ -119,7 +128,7 @@ def _spread_of(group: Group, spread: Mapping[str, Spread] | None) -> Spread | No
     if not group.is_contiguous:
         return None
     if spread is None:
-        return Spread(math.prod(group.reads[0].shape), axes=())
+        return Spread(math.prod(group.reads[0].shape), axes=())  # not split: the only rank holds all elements
     return spread.get(group.reads[0].name)
 
 
@@ -137,7 +146,7 @@ def _lay_out(
     split = split_state_dict(
         entry_of,
         get_storage_size=lambda entry: entry.storage_nbytes,
-        get_storage_id=lambda entry: entry.storage,
+        get_storage_id=lambda entry: entry.storage,  # as save_pretrained would see it: views of one storage share it
         filename_pattern=file_set.stem + '{suffix}.safetensors',
         max_shard_size=max_shard_nbytes,
     )
@@ -147,6 +156,7 @@ def _lay_out(
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             entry = entry_of[e.name]
+            # A number: the output is this contiguous range of its only source tensor. None: `combine` computes it
             first = 0 if entry.combine is None else entry.source_offset
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
         files.append(PlannedFile(file, header, laid_out[-1].end))
@@ -178,6 +188,7 @@ def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
     if entry.reads != tuple(spec.name for spec in group.reads):
         raise PlanError(f'{entry.hf_name}: made together with {group.placements[0].hf_name}, but from other tensors')
     numels, end = [math.prod(spec.shape) for spec in group.reads], placement.source_range.stop
+    # Without `combine`, an output is the whole source tensor
     fits = len(numels) == 1 and (end == numels[0] if entry.combine is None else end <= numels[0])
     if placement.source_offset is not None and not fits:
         raise PlanError(

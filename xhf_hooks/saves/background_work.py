@@ -116,12 +116,18 @@ class BackgroundWork:
             weakref.finalize(owner, self.requests.close).atexit = False
 
     def block_if_process_is_ending(self) -> None:
-        """Go no further in training once a signal has come that ends the process after the background tasks."""
+        """If a signal has come that ends the process after the background tasks, go no further in training.
+
+        Returns only if none has come, or if the user handles that signal and lets training go on.
+        """
         if self._exit_wait is not None:
             self._exit_wait.block_if_process_is_ending()
 
     def end_process_if_signaled(self) -> None:
-        """Let a signal that requested a save, and ends the process, take effect. Runs on: the main thread."""
+        """Let a signal that requested a save, and ends the process, take effect, once tasks that must finish have.
+
+        :meth:`.SaveRequests.end_process_if_signaled` does so without waiting. Runs on: the main thread.
+        """
         if self.requests is None or self.requests.ending_signal is None:
             return
         if self._exit_wait is not None:

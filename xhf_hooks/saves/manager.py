@@ -1,10 +1,7 @@
 """All saves of one run, from preflight to the last report: shared by hook, callback and ``save_hf``.
 
-How a run may end: the table in :mod:`.background_work`.
-
-Words for it: *poll* what may have ended; *wait* until work has ended, at most so long; *finish* what ends well (a
-run, on all ranks; a writer's files); *close* an object and what it holds, on this rank alone, also a second time;
-*abort* what was not committed; *unlock* a folder for other runs; *abandon* other ranks, which get an error at once.
+How a run may end: the table in :mod:`.background_work`. What the verbs for it mean (poll, wait, finish, close, abort,
+unlock, abandon): "Terms" in docs/how-it-works.md.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import require_packages
 
-#: How often ranks vote that wait for each other's background tasks. Signals are handled only between two votes.
+#: While ranks wait for each other's background tasks, they vote this often. Signals are handled between two votes.
 _WAIT_SECS = 5.0
 
 
@@ -58,7 +55,8 @@ class CheckpointManager:
         on_committed: Called with each committed save, in the thread that trains.
         on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
             command of ``on_saved`` printed for it.
-        collective: Closed with this, unless it is for reuse; None creates one.
+        collective: Closed with this manager, except that one from :meth:`.Collective.reused` stays open; None creates
+            one.
 
     Attributes:
         extra_targets: The extra targets by suffix.
@@ -103,6 +101,7 @@ class CheckpointManager:
             path.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
         )
         self.extra_targets = {suffix: self.newest.sibling(suffix) for suffix in suffixes}
+        # `.tasks`: the save in flight, uploads, on_saved; `.requests`: saves that a signal or the clock requests
         self._work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
@@ -137,7 +136,7 @@ class CheckpointManager:
                 sweep=sweep,
                 may_replace=may_replace,
             )
-            self._work.handle_exits_and_signals(self, ending)
+            self._work.handle_exits_and_signals(self, ending)  # keeps only a weak reference to this manager
             with self.collective.stage('preflight'):
                 log_preparations(self._saver, self._targets, occasions_of(options, when, self.extra_targets))
             self._ending = ending.pop_all()
@@ -176,11 +175,11 @@ class CheckpointManager:
             if self._registration.is_closed:  # on all ranks alike
                 raise self._registration.closed_error()
             with self.collective.stage('save'):
-                self._work.block_if_process_is_ending()
+                self._work.block_if_process_is_ending()  # goes on then only if a user's handler returns
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                self._work.tasks.reset_wait_deadline()  # an end may wait up to exit_wait_secs for each save anew
+                self._work.tasks.reset_wait_deadline()  # the next wait may take exit_wait_secs again
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
                     self._saving_to = target
@@ -233,7 +232,7 @@ class CheckpointManager:
             self.save(step)
         if requests.ending_signal is not None:
             self.wait_for_background_save()
-            self._work.end_process_if_signaled()
+            self._work.end_process_if_signaled()  # waits for uploads first
 
     def poll_background(self) -> None:
         """After an iteration: note a background save that has ended on this rank, and pass on results of ``on_saved``.
@@ -265,7 +264,7 @@ class CheckpointManager:
         """
         if self._saving is None:
             return
-        poll(self._saving.done)
+        poll(self._saving.done)  # waits, without a limit; signals are handled meanwhile
         ended = self._saving
         self._saving = None
         try:
@@ -380,7 +379,7 @@ class CheckpointManager:
             self.wait_for_background_save()
         self._ending.close()
         if self._work.requests is not None:
-            self._work.requests.end_process_if_signaled()
+            self._work.requests.end_process_if_signaled()  # at once: the tasks above are closed
 
     @property
     def _targets(self) -> list[CheckpointFolder]:

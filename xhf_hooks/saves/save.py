@@ -52,7 +52,8 @@ class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, every method.
 
     Args:
-        unwrapped: The model, and ``root``, the module whose tensors are read (see :class:`.Unwrapped`).
+        unwrapped: The trained model (:class:`.Unwrapped`): ``model`` gives class, config and names, ``root`` owns the
+            tensors that are read, and DeepSpeed's ``engine`` shows whether fp32 masters can be read.
         log: Gets warnings of what is trained and not saved, and the progress of long saves.
         strategy: Which rank writes which bytes, as chosen for the option ``writer`` (places/access.py).
         in_background: Whether :meth:`start` will be used.
@@ -102,7 +103,7 @@ class Saver:
             self.background = SavesInBackground() if in_background else None
             self.source = source_for(unwrapped.root)
             self.planned = self._plan()
-        # A separate group: meanwhile training and the first stages of the next save use the other one
+        # A separate group: meanwhile the thread that trains uses the other one, also while it waits for this save
         self._background_collective = Collective() if in_background else None
 
     @property
@@ -178,7 +179,7 @@ class Saver:
             report_outcome: Called in the background thread with the committed save, or with the error.
 
         Returns:
-            A future of the save's outcome, the same on every rank. It resolves after ``report_outcome`` has returned.
+            A future of the save's outcome: all ranks succeed, or all fail. It resolves after ``report_outcome``.
 
         Raises:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
@@ -269,7 +270,7 @@ class Save:
         self._manifest_fields = manifest_fields
         self._clock = clock
         self._collective = saver.collective
-        self._chunks = live_chunks(saver.plan, saver.source, saver.collective)
+        self._chunks = live_chunks(saver.plan, saver.source, saver.collective)  # a generator: nothing is read yet
         self._warnings: list[str] = []
         self._peak_nbytes = 0
 
@@ -373,7 +374,7 @@ class Save:
         with self._stage('tally'):
             peak_nbytes = np.array([self._clock.meter.peak_extra_nbytes])
         tally.sums = self._collective.all_reduce(tally.sums, 'SUM')
-        tally.checksums = self._collective.all_reduce(tally.checksums, 'BXOR')
+        tally.checksums = self._collective.all_reduce(tally.checksums, 'BXOR')  # adds up CRC-32 (writers/tally.py)
         self._peak_nbytes = int(self._collective.all_reduce(peak_nbytes, 'MAX')[0])
 
     def _commit(self, tally: Tally) -> CommittedCheckpoint:
@@ -386,9 +387,10 @@ class Save:
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
         with self._stage('commit'), naming(target.path):
             if is_rank0:
-                # In the background, this thread itself reads bytes back: perhaps the process waits for this save to
-                # exit, when no new thread can be started
-                path = target.commit(written, saver.options.verify, 1 if self.in_background else None)
+                # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
+                # for this save; then no thread can be started. If foreign files occupy `target.path`, the save has
+                # another path, which only rank 0 knows and logs; the result of other ranks keeps `target.path`
+                path = target.commit(written, saver.options.verify, workers=1 if self.in_background else None)
                 committed = replace(committed, path=path)
         return committed
 
