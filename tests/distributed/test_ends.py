@@ -174,7 +174,10 @@ def become(work: Callable[[], None], number: int | None = None) -> int:
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
+        # Its thread must block signals from the start: one that it received would not end the main thread's sleep
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         faulthandler.dump_traceback_later(HANG_SECS / 2, exit=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.write(tell, b'x')
         work()
         sys.exit(0)
