@@ -114,7 +114,8 @@ def train_with_runner(folder: Path, mode: str, method: str) -> None:
     )
     config['train_dataloader'] |= dict(num_workers=WORKERS, multiprocessing_context=method)
     train_runner(config)
-    print('ended at iteration', last, flush=True)
+    if os.environ['RANK'] == '0':  # the ranks share the output, in which their words would mix
+        print(f'ended at iteration {last}', flush=True)
 
 
 def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]:
