@@ -479,7 +479,7 @@ class CallOptions(SaveOptions):
         super().__post_init__()
         if self.step is None and (self.max_keep_ckpts != 1 or self.keep_every is not None):
             raise OptionError('step', 'an integer of at least 0 (None only when a single save is kept)', None)
-        self.require_default('keep_every', 'when max_keep_ckpts is -1, which keeps all', when=self.max_keep_ckpts == -1)
+        self.require_default('keep_every', 'when all saves are kept', when=self.max_keep_ckpts == -1)
 
 
 @dataclass(eq=False)
@@ -606,7 +606,7 @@ class RunOptions(SaveOptions):
         for option in ('upload_keep', 'storage_options'):
             self.require_default(option, 'unless upload_to is a store', when=self.upload_to is None)
         keeps_all = self.max_keep_ckpts == -1 and self.upload_keep == -1
-        self.require_default('keep_every', 'when max_keep_ckpts and upload_keep keep all', when=keeps_all)
+        self.require_default('keep_every', 'when all saves are kept', when=keeps_all)
 
 
 @dataclass(eq=False)

@@ -61,9 +61,9 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
         library, command = 'transformers', _lines_for_transformers(folder, auto_class or kind, 'auto_map' in config)
     base_id = _find_hub_name(base)
     data = ModelCardData(base_model=base_id, library_name=library, pipeline_tag=task, tags=['xhf_hooks'])
-    # A path would tell of the machine; and to a conversion, the folder of a base may be one that the run itself wrote
-    told = 'Saved' if base_id is None else f'Trained from [{base_id}](https://huggingface.co/{base_id}) and saved'
-    told += f' by xhf_hooks{_describe_step(step)}'
+    # No path: it would reveal the machine's folders, and a conversion's base may be a folder that the run itself wrote
+    sentence = 'Saved' if base_id is None else f'Trained from [{base_id}](https://huggingface.co/{base_id}) and saved'
+    sentence += f' by xhf_hooks{_describe_step(step)}'
     lines = [
         '---',
         *data.to_yaml().strip().splitlines(),
@@ -71,7 +71,7 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
         '',
         f'# {kind}',
         '',
-        f'{told}. `xhf_manifest.json` has the checksum of each file.',
+        f'{sentence}. `xhf_manifest.json` has the checksum of each file.',
         '',
         '```python',
         *command,

@@ -246,6 +246,7 @@ class StoredSaves:
         self._in_doubt = prefix
         self._write(self._without_outdated(pointer))
         self._in_doubt, self._has_published = None, True
+        self._iterations[prefix] = content.step.iteration  # so that clean() need not read the manifest again
         try:
             self.clean()
         except StoreError as error:

@@ -72,8 +72,8 @@ def _files(folder: Path) -> dict[str, Any]:
         elif path.name == 'config.json':
             content[str(path.relative_to(folder))] = config_of(path.parent)
         elif path.name == 'README.md':  # save_hf often gets no step
-            told = r' after (epoch \d+, )?iteration \d+ of training'
-            content[str(path.relative_to(folder))] = re.sub(told, '', path.read_text())
+            step = r' after (epoch \d+, )?iteration \d+ of training'
+            content[str(path.relative_to(folder))] = re.sub(step, '', path.read_text())
         elif path.is_file() and path.name != 'xhf_manifest.json':
             content[str(path.relative_to(folder))] = path.read_bytes()
     return content

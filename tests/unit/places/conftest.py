@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs.tiny_checkpoint import iteration, stage, tiny_plan
+from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan
+from xhf_hooks.integrity.manifest import parse_manifest
 from xhf_hooks.places import checkpoint_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.store import StoredSaves, send_file
 from xhf_hooks.planning.plan import WrittenSave
 
 Claim = Callable[..., CheckpointFolder]
@@ -70,3 +72,19 @@ def failing(number: int, *, when: Callable[..., bool] = lambda *args: True, inst
         return instead_of(*args, **options)
 
     return call
+
+
+def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[str, bytes]:
+    """Commit a save to a folder and send its files to a store; returns the arguments of ``saves.publish``."""
+    commit_one(local, number)
+    data = local.newest_manifest()
+    files = parse_manifest(data, '').files
+    prefix = saves.begin(f'iter_{number}', files)
+    for name, record in files.items():
+        send_file(saves.store, prefix, name, local.path / name, record)
+    return prefix, data
+
+
+def publish(saves: StoredSaves, local: CheckpointFolder, number: int) -> None:
+    """Commit a save to a folder and upload it."""
+    saves.publish(*upload(saves, local, number))

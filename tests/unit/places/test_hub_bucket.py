@@ -12,15 +12,15 @@ import huggingface_hub
 import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one
+from tests.unit.places.conftest import publish
 from xhf_hooks.background import upload
 from xhf_hooks.background.upload import uploads_of_run
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import parse_manifest
 from xhf_hooks.places import hub_bucket
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store
-from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
+from xhf_hooks.places.store import StoredSaves, read_pointer
 from xhf_hooks.saves.telemetry import RunLog
 
 BUCKET = 'owner/name'
@@ -89,16 +89,6 @@ def test_the_fake_takes_what_the_installed_library_takes(method):
     assert real is None or parameters[0] == parameters[1]
 
 
-def save(saves: StoredSaves, local: CheckpointFolder, number: int) -> None:
-    commit_one(local, number)
-    data = local.newest_manifest()
-    files = parse_manifest(data, '').files
-    prefix = saves.begin(f'iter_{number}', files)
-    for name, record in files.items():
-        send_file(saves.store, prefix, name, local.path / name, record)
-    saves.publish(prefix, data)
-
-
 @pytest.mark.parametrize('url', [URL, f'hf://buckets/{BUCKET}'])
 def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     """What somebody else put there stays, also under a name that begins as a save's does."""
@@ -110,7 +100,7 @@ def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     saves = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
     saves.claim()
     for number in (1, 2, 3):
-        save(saves, local, number)
+        publish(saves, local, number)
     saves.clean_at_end()
     assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_2', 'hf_model_iter_3')
     assert saves.newest_manifest() == local.newest_manifest() and said == []

@@ -11,10 +11,10 @@ import pytest
 import torch
 from fsspec.asyn import AsyncFileSystem
 
-from tests.helpers.runs.tiny_checkpoint import commit_one
+from tests.unit.places.conftest import publish, upload
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
+from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
 from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, send_file
@@ -50,21 +50,6 @@ def saves(url):
     made.clean_at_end()
 
 
-def upload(saves: StoredSaves, local: CheckpointFolder, number: int) -> tuple[str, bytes]:
-    """All but the last part; returns what is to be published."""
-    commit_one(local, number)
-    data = local.newest_manifest()
-    files = parse_manifest(data, '').files
-    prefix = saves.begin(f'iter_{number}', files)
-    for name, record in files.items():
-        send_file(saves.store, prefix, name, local.path / name, record)
-    return prefix, data
-
-
-def save(saves: StoredSaves, local: CheckpointFolder, number: int) -> None:
-    saves.publish(*upload(saves, local, number))
-
-
 def newest(url: str) -> str | None:
     return read_pointer(Store(url), 'hf_model').newest
 
@@ -81,7 +66,7 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
     """In a save that is deleted, which is told, and beside."""
     store = Store(url)
     for number in (1, 2, 3, 4):
-        save(saves, local, number)
+        publish(saves, local, number)
         assert newest(url) == f'hf_model_iter_{number}' and {*store.sizes(newest(url))} == FILES
         if number == 2:
             store.put('hf_model_iter_2/eval_results.json', b'of somebody else')
@@ -97,7 +82,7 @@ def test_the_first_save_of_every_three_iterations_stays(local, url):
         saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
         saves.claim()
         for number in numbers:
-            save(saves, local, number)
+            publish(saves, local, number)
         saves.clean_at_end()
     assert prefixes(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
     assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
@@ -109,7 +94,7 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     saves = StoredSaves(root.as_uri(), 'hf_model', 1, warn=[].append)
     saves.claim()
     for number in (1, 2, 3):
-        save(saves, local, number)
+        publish(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
     saves.clean_at_end()
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ['hf_model_iter_1', 'hf_model_iter_3']
@@ -143,18 +128,18 @@ class Flaky:
 
 def test_a_prefix_in_use_is_not_used_again(saves, local, url):
     Store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
-    save(saves, local, 1)
+    publish(saves, local, 1)
     assert newest(url) == 'hf_model_iter_1_2'
     again = StoredSaves(url, 'hf_model', 2)
     again.claim()
-    save(again, local, 1)
+    publish(again, local, 1)
     assert newest(url) == 'hf_model_iter_1_3'
     again.clean_at_end()
 
 
 @pytest.mark.parametrize('fault', ['missing', 'short'])
 def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
-    save(saves, local, 1)
+    publish(saves, local, 1)
     written = upload(saves, local, 2)
     Store(url).delete([f'hf_model_iter_2/{LOST}'])
     if fault == 'short':
@@ -162,7 +147,7 @@ def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
     with pytest.raises(IncompleteError, match=f'hf_model_iter_2: the store does not have 1 file.*{LOST}'):
         saves.publish(*written)
     assert newest(url) == 'hf_model_iter_1'
-    save(saves, local, 3)
+    publish(saves, local, 3)
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
@@ -175,7 +160,7 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_pat
 
 @pytest.mark.parametrize('arrives', [True, False])
 def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arrives):
-    save(saves, local, 1)
+    publish(saves, local, 1)
     written = upload(saves, local, 2)
     put = Store.put
 
@@ -191,12 +176,12 @@ def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arriv
             saves.publish(*written)
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*Store(url).sizes(newest(url))} == FILES
-    save(saves, local, 3)
+    publish(saves, local, 3)
     assert prefixes(Store(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
 
 def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local, url, monkeypatch):
-    save(saves, local, 1)
+    publish(saves, local, 1)
     upload(saves, local, 2)
     for number in range(10):
         Store(url).put(f'others/{number}', b'')
@@ -212,16 +197,16 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
     later.clean_at_end()
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
     later.claim()
-    save(later, local, 3)
+    publish(later, local, 3)
     assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
     assert not any('others' in key for key in asked) and '' not in asked
     later.clean_at_end()
 
 
 def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
-    save(saves, local, 1)
+    publish(saves, local, 1)
     Store(url).delete([pointer_key('hf_model')])
-    save(saves, local, 2)
+    publish(saves, local, 2)
     assert newest(url) == 'hf_model_iter_2'
 
 
@@ -233,7 +218,7 @@ CLAIMS = [b'echo a script', b'{}', b'5']
     ('key', 'content'), [*(('hf_model.json', c) for c in POINTERS), *(('hf_model.run', c) for c in CLAIMS)]
 )
 def test_a_foreign_pointer_or_claim_is_refused_and_stays(saves, local, url, key, content):
-    save(saves, local, 1)
+    publish(saves, local, 1)
     if isinstance(content, dict):
         content = json.dumps({**json.loads(Store(url).get(key)), **content}).encode()
     Store(url).put(key, content)
