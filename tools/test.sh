@@ -115,10 +115,11 @@ second_tier() {
     make_overlay model_signing .venv
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
-    (run xtuner test_xtuner xtuner-0.1; run transformers4 test_transformers4; run docs build_docs) &
+    (run xtuner test_xtuner xtuner-0.1; run docs build_docs) &
     local files
     mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py' --exclude-dir=xtuner_stack)
-    show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py "${files[@]}"
+    (run needs test_with .venv needs --complete -m needs "${files[@]}"; run transformers4 test_transformers4) &
+    show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py
     wait "$compiling"
 }
 
@@ -141,7 +142,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit xtuner transformers4 docs; do
+    for name in lint unit xtuner needs transformers4 docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"

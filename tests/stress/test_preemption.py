@@ -18,7 +18,8 @@ import torch
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.ranks.launch import python_path
 
-WORKERS = 4
+#: By how they are started; all but forked ones import everything anew.
+WORKERS = {'fork': 4, 'spawn': 2, 'forkserver': 2}
 ASYNC_AT = 3  # the iteration of the save in the background
 LAST = 10_000
 
@@ -51,7 +52,7 @@ def train(folder: Path, mode: str, method: str) -> None:
         OutputFile.write = lambda *args: (time.sleep(0.2), write(*args))[1]  # in flight when the signal comes
     model = torch.nn.parallel.DistributedDataParallel(odd_llama())
     saves = make_manager(model, folder, bucket_size='1MB', **options)
-    loader = torch.utils.data.DataLoader(Data(), num_workers=WORKERS, multiprocessing_context=method)
+    loader = torch.utils.data.DataLoader(Data(), num_workers=WORKERS[method], multiprocessing_context=method)
     for number, batch in enumerate(loader, 1):
         model(input_ids=batch, labels=batch).loss.backward()
         model.zero_grad()
@@ -112,7 +113,7 @@ def train_with_runner(folder: Path, mode: str, method: str) -> None:
         hooks=[dict(type='Slowly')],
         resume=not is_first,
     )
-    config['train_dataloader'] |= dict(num_workers=WORKERS, multiprocessing_context=method)
+    config['train_dataloader'] |= dict(num_workers=WORKERS[method], multiprocessing_context=method)
     train_runner(config)
     if os.environ['RANK'] == '0':  # the ranks share the output, in which their words would mix
         print(f'ended at iteration {last}', flush=True)
