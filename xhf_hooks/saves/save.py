@@ -241,8 +241,7 @@ class Saver:
             self.strategy,
             self.collective,
             self.log,
-            # In the background, ranks split the saving of replicas, so each copies less while training waits. In the
-            # foreground the owner reads its own replica, which is cheaper than receiving shares of it
+            # So each rank copies less while training waits; in the foreground, an owner's own replica is cheaper
             share_replicas=self.in_background,
         )
 
@@ -371,11 +370,13 @@ class Save:
 
     def _add_up(self, tally: Tally) -> None:
         """Reduce the tally over all ranks, in place."""
-        with self._stage('tally'):
-            peak_nbytes = np.array([self._clock.meter.peak_extra_nbytes])
-        tally.sums = self._collective.all_reduce(tally.sums, 'SUM')
-        tally.checksums = self._collective.all_reduce(tally.checksums, 'BXOR')  # adds up CRC-32 (writers/tally.py)
-        self._peak_nbytes = int(self._collective.all_reduce(peak_nbytes, 'MAX')[0])
+        self._clock.begin('tally')
+        tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
+            'tally',
+            lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
+            ('SUM', 'BXOR', 'MAX'),  # BXOR adds up CRC-32 (writers/tally.py)
+        )
+        self._peak_nbytes = int(peak_nbytes[0])
 
     def _commit(self, tally: Tally) -> CommittedCheckpoint:
         """Commit on rank 0, once no other rank can fail."""
