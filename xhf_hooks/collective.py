@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
 
-from xhf_hooks.compat.torch import new_gloo_group, spread_maximum
+from xhf_hooks.compat.torch import new_gloo_group, rank_and_world_size, spread_maximum
 from xhf_hooks.errors import AgreedError, RankLostError, SharedError
 from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
@@ -53,6 +54,13 @@ _VOTE = 1
 _END_SECS = 5.0
 
 
+@dataclass
+class Flag:
+    """A rank may set it inside a :meth:`Collective.stage`; after that, it is set on all ranks, or on none."""
+
+    is_set: bool = False
+
+
 class Collective:
     """The ranks of a run, which vote and exchange small values. A process without torch.distributed is the only rank.
 
@@ -74,8 +82,8 @@ class Collective:
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
-        # The store's prefix under which ranks met, new at each connection; the number of calls of ensure_connected()
-        self._meeting, self._n_ensured = '', 0
+        self._meeting = ''  # the store's prefix under which ranks met, new at each connection
+        self._n_ensured = 0  # calls of ensure_connected()
         if self.world_size > 1:
             allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
             self._open(timeout_secs)
@@ -179,19 +187,20 @@ class Collective:
         return self._remembered is not None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[Flag]:
         """Run a block and vote at its end, even if it raised. Runs on: all ranks.
 
         The block must end or raise without waiting for a rank that may have failed. At points that all ranks pass, it
-        may call :meth:`raise_if_any_failed` and contain other stages.
+        may call :meth:`raise_if_any_failed` and contain other stages. The flag that it is given travels with the vote.
         """
+        flag = Flag()
         try:
-            yield
+            yield flag
         except SharedError:
             raise
         except Exception as error:  # of any type: every rank must learn of it
             self._remembered = self._remembered or (name, error)
-        self.raise_if_any_failed(name)
+        flag.is_set = self.any(flag.is_set, name)
 
     def wait(self, stage: str) -> None:
         """A barrier of log2(N) steps, without a vote. Runs on: all ranks."""
@@ -229,12 +238,9 @@ class Collective:
         return answer
 
     def from_rank0(self, stage: str, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns on rank 0, the only rank that calls it. Runs on: all ranks.
+        """What ``decide`` returns on rank 0, the only rank that calls it; its errors are voted on. Runs on: all ranks.
 
         For decisions that depend on metrics, clocks, free space or files.
-
-        Raises:
-            AgreedError: ``decide`` raised an error; the same on every rank.
         """
         decided: list[T] = []
         with self.stage(stage):
@@ -390,10 +396,3 @@ class Collective:
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.
 _REUSED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; 0 and 1 without a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

@@ -116,13 +116,13 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
 
         message = error_of(save_small)
         n_planned = len(plans[0].buckets) + len(plans[0].rounds) if plans else 0
-        return message, sum(stage == road for _, stage, *_ in agreed), len(collectives), n_planned
+        return message, sum(stage == road for _, _, stage in agreed), len(collectives), n_planned
 
     found = {}
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
         are_sent = WriteStrategy.reads_slices if road == 'send' else False
         with (
-            mock.patch.object(Collective, 'raise_if_any_failed', noting(agreed, Collective.raise_if_any_failed)),
+            mock.patch.object(Collective, 'any', noting(agreed, Collective.any)),
             mock.patch.object(Collective, 'post', noting(collectives, Collective.post)),
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),

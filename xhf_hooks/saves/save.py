@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
-from xhf_hooks.collective import Collective
+from xhf_hooks.collective import Collective, Flag
 from xhf_hooks.errors import SharedError
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.options import SaveOptions
@@ -121,14 +121,6 @@ class Saver:
             'weights': 'live',  # unless unwrapped.manifest_fields say 'averaged'
             **self._unwrapped.manifest_fields,
         }
-
-    def write_assets_on_trial(self, target: CheckpointFolder) -> list[str]:
-        """Write the HF assets to the target and remove them again; returns warnings for the log. Runs on: rank 0."""
-        try:
-            with naming(target.path):
-                return self.write_hf_assets(target.open_staging())
-        finally:
-            target.abort()
 
     def write_hf_assets(self, folder: Path) -> list[str]:
         """Write all files except the weights; returns warnings for the log. Runs on: rank 0."""
@@ -317,7 +309,7 @@ class Save:
                 staging, files = self._collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
-                committed = self._commit(tally)
+                committed, is_elsewhere = self._commit(tally)
             finally:
                 # After a commit both have nothing to remove; the target has a folder on rank 0 alone
                 for clean_up in (self._saver.writer.abort, self._target.abort):
@@ -325,6 +317,9 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
+                if is_elsewhere:  # foreign files have the target's name, so rank 0 has given the save another
+                    path = self._collective.from_rank0('after the commit', lambda: committed.path)
+                    committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
                 self._saver.after_commit(self._target, self._step, self._collective)
         except SharedError as error:
@@ -333,11 +328,11 @@ class Save:
         return committed
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
+    def _stage(self, name: str) -> Iterator[Flag]:
         """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage."""
         self._clock.begin(name)
-        with self._collective.stage(name):
-            yield
+        with self._collective.stage(name) as flag:
+            yield flag
 
     def _open_staging(self) -> tuple[str, dict[str, FileIdentity]]:
         """Make the staging folder; returns its name, and the files that ranks write into. Runs on: rank 0."""
@@ -378,22 +373,22 @@ class Save:
         )
         self._peak_nbytes = int(peak_nbytes[0])
 
-    def _commit(self, tally: Tally) -> CommittedCheckpoint:
-        """Commit on rank 0, once no other rank can fail."""
+    def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
+        """Commit on rank 0, once no other rank can fail. Also returns whether the save is not at the target's path."""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
-        with self._stage('commit'), naming(target.path):
+        path = target.path
+        with self._stage('commit') as is_elsewhere, naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
-                # for this save; then no thread can be started. If foreign files occupy `target.path`, the save has
-                # another path, which only rank 0 knows and logs; the result of other ranks keeps `target.path`
+                # for this save; then no thread can be started
                 path = target.commit(written, saver.options.verify, workers=1 if self.in_background else None)
-                committed = replace(committed, path=path)
-        return committed
+                is_elsewhere.is_set = path != target.path
+        return replace(committed, path=path), is_elsewhere.is_set
 
     def _cost(self) -> SaveCost:
         clock = self._clock
