@@ -62,19 +62,9 @@ class Flag:
 
 
 class Collective:
-    """The ranks of a run, which vote and exchange small values. A process without torch.distributed is the only rank.
+    """The ranks of a run, which vote and exchange small values. Without torch.distributed, there is one."""
 
-    Runs on: all ranks must build it and use it in the same order.
-
-    Args:
-        timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
-
-    Raises:
-        RankLostError: A rank did not connect.
-        LimitError: This process may not open as many files as there are ranks.
-    """
-
-    def __init__(self, timeout_secs: float = 7200.0) -> None:
+    def __init__(self, timeout_secs: float) -> None:
         self.rank, self.world_size = rank_and_world_size()
         # Nothing else may refer to these: connections would outlive `close`, and ranks waiting for this one not notice
         self._group: Any = None
@@ -84,9 +74,23 @@ class Collective:
         self._is_reused = False
         self._meeting = ''  # the store's prefix under which ranks met, new at each connection
         self._n_ensured = 0  # calls of ensure_connected()
-        if self.world_size > 1:
-            allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
-            self._open(timeout_secs)
+
+    @classmethod
+    def connect(cls, timeout_secs: float = 7200.0) -> Collective:
+        """Connect all ranks, which use the collective in the same order. Runs on: all ranks.
+
+        Args:
+            timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
+
+        Raises:
+            RankLostError: A rank did not connect.
+            LimitError: This process may not open as many files as there are ranks.
+        """
+        collective = cls(timeout_secs)
+        if collective.world_size > 1:
+            allow_open_files(collective.world_size, f'connections to {collective.world_size} ranks')
+            collective._open(timeout_secs)
+        return collective
 
     @classmethod
     def reused(cls) -> Collective:
@@ -95,10 +99,10 @@ class Collective:
         Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls()
+            return cls.connect()
         found = _REUSED.get(dist.group.WORLD)
         if found is None:
-            found = _REUSED[dist.group.WORLD] = cls()
+            found = _REUSED[dist.group.WORLD] = cls.connect()
             found._is_reused = True
         else:
             found.ensure_connected()
@@ -137,11 +141,7 @@ class Collective:
             timer.cancel()
 
     def reconnect(self) -> None:
-        """Replace all connections. Runs on: all ranks.
-
-        Raises:
-            RankLostError: Ranks could not connect.
-        """
+        """Replace all connections; a RankLostError if ranks cannot connect. Runs on: all ranks."""
         self.abandon()
         try:
             self._open(min(self._timeout.total_seconds(), _CONNECT_AGAIN_SECS))

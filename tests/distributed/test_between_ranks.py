@@ -141,7 +141,7 @@ def ranks_beside_a_bound_device() -> list[int]:
     """As after ``init_process_group(device_id=...)`` with a device for which gloo has no backend."""
     dist.group.WORLD.bound_device_id = torch.device('xpu:0')
     try:
-        found = Collective().from_all_ranks('exchange', dist.get_rank)
+        found = Collective.connect().from_all_ranks('exchange', dist.get_rank)
         assert dist.group.WORLD.bound_device_id == torch.device('xpu:0')
     finally:
         dist.group.WORLD.bound_device_id = None
@@ -189,7 +189,7 @@ def gathered_nbytes() -> Iterator[list[int]]:
 
 def differing_lines(last: list[str]) -> tuple[str, int]:
     """The last rank holds other lines: the error, and the bytes that a rank gathers. Runs on: all ranks."""
-    ranks = Collective()
+    ranks = Collective.connect()
     lines = last if ranks.rank == N_RANKS - 1 else LINES
     with gathered_nbytes() as sizes:
         message = error_of(require_same, ranks, 'the plan', str(len(lines)) + lines[1000], lambda: lines)
@@ -200,7 +200,7 @@ def differing_lines(last: list[str]) -> tuple[str, int]:
 def agreements_of_many_ranks() -> dict[str, Any]:
     """As agreements of more ranks than take gloo's ring: what each says, and steps of one. Runs on: all ranks."""
     found: dict[str, Any] = {}
-    ranks, isend, steps = Collective(), dist.isend, list[int]()
+    ranks, isend, steps = Collective.connect(), dist.isend, list[int]()
 
     def count(*args: Any) -> Any:
         steps.append(1)
@@ -222,7 +222,7 @@ def agreements_of_many_ranks() -> dict[str, Any]:
 
 def exchanges() -> dict[str, list[Any]]:
     """What ranks exchange before, while and after a rank fails to compute its part. Runs on: all ranks."""
-    ranks, failing = Collective(), [-1]
+    ranks, failing = Collective.connect(), [-1]
 
     def compute() -> int:
         if ranks.rank == failing[0]:
@@ -256,7 +256,7 @@ def waits_long_in_debug_mode() -> str:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with mock.patch.object(collective, 'CONNECT_TIMEOUT_SECS', 2.0):
-            ranks = Collective()
+            ranks = Collective.connect()
     finally:
         dist.set_debug_level(level)
     if ranks.rank == 0:

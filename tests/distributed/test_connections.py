@@ -63,7 +63,7 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     """Runs on: all ranks."""
     lines, before = Lines(), sockets()
     options: dict[str, Any] = dict(async_save=async_save, save_on_signal='SIGUSR2', on_error='continue')
-    saves = make_manager(odd_llama(), folder, collective=Collective(), run=lines, **options)
+    saves = make_manager(odd_llama(), folder, collective=Collective.connect(), run=lines, **options)
     ours = {fd: target for fd, target in sockets().items() if before.get(fd) != target}
     saves.save_if_requested(iteration(1))
     saves.save(iteration(1))
@@ -151,10 +151,10 @@ def restart() -> list[list[int]]:
     for attempt in range(3):
         dist.init_process_group('fake', store=dist.PrefixStore('default_pg', store), rank=rank, world_size=2)
         if attempt != 1:
-            found.append(Collective(timeout_secs=60.0).from_all_ranks('exchange', lambda: rank))
+            found.append(Collective.connect(timeout_secs=60.0).from_all_ranks('exchange', lambda: rank))
         elif rank == 0:
             with pytest.raises(RankLostError, match='rank 0: ranks 1 have not reached this save within 1 s'):
-                Collective(timeout_secs=1.0)
+                Collective.connect(timeout_secs=1.0)
         dist.destroy_process_group()
         store.add(f'ended {attempt}', 1)
         while store.add(f'ended {attempt}', 0) < 2:

@@ -189,7 +189,7 @@ class Run:
         logger, handler = logging.Logger('run'), logging.Handler()
         handler.emit = lambda record: self.lines.append(record.getMessage())
         logger.addHandler(handler)
-        options |= dict(on_error='raise', collective=Collective(timeout_secs=60))
+        options |= dict(on_error='raise', collective=Collective.connect(timeout_secs=60))
         self.saves = make_manager(self.model, self.folder, logger, **options)
 
     def save(self) -> str:

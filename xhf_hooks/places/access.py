@@ -67,7 +67,7 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     probe = folder.with_name(name)  # hosts may mount the folder at different paths
     is_missed = False
     try:
-        OutputFile(probe, identity).close()
+        OutputFile.open(probe, identity).close()
     except (OSError, TargetError):
         is_missed = True
     is_missed = collective.any(is_missed, 'preflight')

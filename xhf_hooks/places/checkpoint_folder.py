@@ -115,7 +115,7 @@ class CheckpointFolder:
         self._number: int | None = None  # of the last commit; read at the first
         self._committed = path  # the last commit: normally `path`; `path_<step>` if foreign files occupy `path`
 
-    def sibling(self, suffix: str) -> CheckpointFolder:
+    def extra_target(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 

@@ -224,7 +224,7 @@ def test_the_folder_above_may_be_a_link(tmp_path):
 def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(tmp_path, monkeypatch, then):
     """Until then it has a name that the next run sweeps."""
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = folder.sibling('best')
+    best = folder.extra_target('best')
     for each in (folder, best):
         each.prepare()
         commit_one(each, 1)
