@@ -78,7 +78,7 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     how = dict(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes, in_background=in_background)
-    saver = make_saver(training.engine, Collective(), writer=writer, **how)
+    saver = make_saver(training.engine, Collective.connect(), writer=writer, **how)
     if in_background:
         saver.reserve_snapshot()
     if training.device.type == 'cuda':

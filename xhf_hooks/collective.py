@@ -3,15 +3,11 @@
 Everything here runs on a separate gloo group. While one rank writes to a slow disk, the other ranks wait on this group,
 with its own time-out, so no NCCL collective spans a disk write.
 
-A rank that fails must do next what the other ranks do next, or they wait for it. Three rules see to that:
-
-- Whatever ranks do together stands in a :meth:`Collective.stage`. A stage ends with a vote. A rank that failed inside
-  it goes straight to that vote and reports its error; then all ranks raise the same :class:`.AgreedError`.
-- Every function of a save that communicates starts with a vote; only exchanges of :class:`Collective` itself, such as
-  :meth:`~Collective.all_reduce`, do not. If a rank fails before that (arguments, an import), its vote at the end of the
-  stage meets the other ranks' first vote, so nobody hangs.
-- Between a vote and the next collective nothing can fail. In a loop whose ranks wait for each other
-  (:meth:`Collective.wait`, a gather), a rank that fails remembers its error, and takes part until the next vote.
+A rank that fails must do next what the other ranks do next, or they wait for it. The rules that see to that, with an
+example: "Stages and votes" in docs/how-it-works.md. In short: what ranks do together stands in a
+:meth:`Collective.stage`, which ends with a vote, and all that communicates starts with a vote. So values are exchanged
+by :meth:`~Collective.from_rank0`, :meth:`~Collective.from_all_ranks` and :meth:`~Collective.reduce_over_ranks`: they
+call the function that computes the values, vote, and exchange what it returned.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -32,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
 
-from xhf_hooks.compat.torch import new_gloo_group, spread_maximum
+from xhf_hooks.compat.torch import new_gloo_group, rank_and_world_size, spread_maximum
 from xhf_hooks.errors import AgreedError, RankLostError, SharedError
 from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
@@ -47,8 +44,6 @@ CONNECT_TIMEOUT_SECS = 120.0
 #: A rank that died never comes, and each later save waits as long for it. A rank that comes later misses this save.
 _CONNECT_AGAIN_SECS = 5.0
 _POLL_SECS = 0.0005
-#: The first waiting rank allows the others this long to register before it reports which ranks are missing.
-_REGISTER_SECS = 2.0
 #: Named in every call: the script may have set another default device (torch.set_default_device).
 _HOST = torch.device('cpu')
 #: Up to this many ranks, gloo's ring all-reduce is as fast as the log2(N) steps of :func:`.spread_maximum`.
@@ -59,32 +54,43 @@ _VOTE = 1
 _END_SECS = 5.0
 
 
+@dataclass
+class Flag:
+    """A rank may set it inside a :meth:`Collective.stage`; after that, it is set on all ranks, or on none."""
+
+    is_set: bool = False
+
+
 class Collective:
-    """The ranks of a run, which vote and exchange small values. A process without torch.distributed is the only rank.
+    """The ranks of a run, which vote and exchange small values. Without torch.distributed, there is one."""
 
-    Runs on: all ranks must build it and use it in the same order.
-
-    Args:
-        timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
-
-    Raises:
-        RankLostError: A rank did not connect.
-        LimitError: This process may not open as many files as there are ranks.
-    """
-
-    def __init__(self, timeout_secs: float = 7200.0) -> None:
+    def __init__(self, timeout_secs: float) -> None:
         self.rank, self.world_size = rank_and_world_size()
-        # Keep no other reference to these: connections would outlive `close`, and ranks waiting for this one not notice
+        # Nothing else may refer to these: connections would outlive `close`, and ranks waiting for this one not notice
         self._group: Any = None
         self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
         self._is_reused = False
-        # The store's prefix under which ranks met, new at each connection; the number of calls of ensure_connected()
-        self._meeting, self._n_ensured = '', 0
-        if self.world_size > 1:
-            allow_open_files(self.world_size, f'connections to {self.world_size} ranks')
-            self._open(timeout_secs)
+        self._meeting = ''  # the store's prefix under which ranks met, new at each connection
+        self._n_ensured = 0  # calls of ensure_connected()
+
+    @classmethod
+    def connect(cls, timeout_secs: float = 7200.0) -> Collective:
+        """Connect all ranks, which use the collective in the same order. Runs on: all ranks.
+
+        Args:
+            timeout_secs: How long a rank waits for the other ranks, for example while rank 0 writes.
+
+        Raises:
+            RankLostError: A rank did not connect.
+            LimitError: This process may not open as many files as there are ranks.
+        """
+        collective = cls(timeout_secs)
+        if collective.world_size > 1:
+            allow_open_files(collective.world_size, f'connections to {collective.world_size} ranks')
+            collective._open(timeout_secs)
+        return collective
 
     @classmethod
     def reused(cls) -> Collective:
@@ -93,10 +99,10 @@ class Collective:
         Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls()
+            return cls.connect()
         found = _REUSED.get(dist.group.WORLD)
         if found is None:
-            found = _REUSED[dist.group.WORLD] = cls()
+            found = _REUSED[dist.group.WORLD] = cls.connect()
             found._is_reused = True
         else:
             found.ensure_connected()
@@ -135,11 +141,7 @@ class Collective:
             timer.cancel()
 
     def reconnect(self) -> None:
-        """Replace all connections. Runs on: all ranks.
-
-        Raises:
-            RankLostError: Ranks could not connect.
-        """
+        """Replace all connections; a RankLostError if ranks cannot connect. Runs on: all ranks."""
         self.abandon()
         try:
             self._open(min(self._timeout.total_seconds(), _CONNECT_AGAIN_SECS))
@@ -163,10 +165,10 @@ class Collective:
         """Whether the flag is set on any rank. It is also a vote, with the errors of :meth:`raise_if_any_failed`."""
         own, self._remembered = self._remembered, None
         vote = _FAILED if own is not None else int(flag)
-        most = int(self.all_reduce(np.array([vote], np.uint8), 'MAX', stage)[0])
+        most = int(self._all_reduce(np.array([vote], np.uint8), 'MAX', stage)[0])
         if most != _FAILED:
             return bool(most)
-        reports = self.all_gather(None if own is None else (own[0], f'{type(own[1]).__name__}: {own[1]}'))
+        reports = self._all_gather(None if own is None else (own[0], f'{type(own[1]).__name__}: {own[1]}'))
         failures = {rank: report[1] for rank, report in enumerate(reports) if report is not None}
         failed_stage = next(report[0] for report in reports if report is not None)
         raise AgreedError(failed_stage, failures) from (None if own is None else own[1])
@@ -185,19 +187,20 @@ class Collective:
         return self._remembered is not None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[Flag]:
         """Run a block and vote at its end, even if it raised. Runs on: all ranks.
 
         The block must end or raise without waiting for a rank that may have failed. At points that all ranks pass, it
-        may call :meth:`raise_if_any_failed` and contain other stages.
+        may call :meth:`raise_if_any_failed` and contain other stages. The flag that it is given travels with the vote.
         """
+        flag = Flag()
         try:
-            yield
+            yield flag
         except SharedError:
             raise
         except Exception as error:  # of any type: every rank must learn of it
             self._remembered = self._remembered or (name, error)
-        self.raise_if_any_failed(name)
+        flag.is_set = self.any(flag.is_set, name)
 
     def wait(self, stage: str) -> None:
         """A barrier of log2(N) steps, without a vote. Runs on: all ranks."""
@@ -234,56 +237,42 @@ class Collective:
 
         return answer
 
-    def all_reduce(self, values: np.ndarray, operation: str, stage: str = 'exchange') -> np.ndarray:
-        """Merge all ranks' numbers; every rank gets the result. Runs on: all ranks.
-
-        Args:
-            values: Of the same shape and integer type on all ranks.
-            operation: One of those of ``torch.distributed.ReduceOp``, such as ``'SUM'``.
-        """
-        if self.world_size == 1:
-            return values
-        with self._in_touch(stage):
-            merged = torch.from_numpy(np.array(values))
-            if operation == 'MAX' and merged.numel() == 1 and self.world_size > _RING_RANKS:
-                spread_maximum(merged, self._group, self._timeout, _VOTE)
-            else:
-                dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
-        return merged.numpy()
-
-    def broadcast(self, value: T) -> T:
-        """Rank 0's value; those of other ranks are ignored. Runs on: all ranks."""
-        if self.world_size == 1:
-            return value
-        with self._in_touch('exchange'):
-            content = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == 0 else None)), dtype=torch.uint8)
-            length = torch.tensor([content.numel()], device=_HOST)
-            dist.broadcast(length, 0, group=self._group)
-            if self.rank != 0:
-                content = torch.empty(int(length), dtype=torch.uint8, device=_HOST)
-            dist.broadcast(content, 0, group=self._group)
-            return pickle.loads(content.numpy())
-
     def from_rank0(self, stage: str, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns on rank 0, the only rank that calls it. Runs on: all ranks.
+        """What ``decide`` returns on rank 0, the only rank that calls it; its errors are voted on. Runs on: all ranks.
 
         For decisions that depend on metrics, clocks, free space or files.
-
-        Raises:
-            AgreedError: ``decide`` raised an error; the same on every rank.
         """
         decided: list[T] = []
         with self.stage(stage):
             if self.rank == 0:
                 decided.append(decide())
-        return self.broadcast(decided)[0]
+        return self._broadcast(decided)[0]
+
+    def from_all_ranks(self, stage: str, compute: Callable[[], T]) -> list[T]:
+        """What ``compute`` returns on each rank, in rank order; for rare, small values. Its errors are voted on."""
+        computed: list[T] = []
+        with self.stage(stage):
+            computed.append(compute())
+        return self._all_gather(computed[0])
+
+    def reduce_over_ranks(
+        self, stage: str, compute: Callable[[], Sequence[np.ndarray]], operations: Sequence[str]
+    ) -> list[np.ndarray]:
+        """Merge the numbers that ``compute`` returns on each rank; its errors are voted on. Runs on: all ranks.
+
+        Args:
+            compute: Returns arrays, which have the same shapes and integer types on all ranks.
+            operations: How to merge each array: one of those of ``torch.distributed.ReduceOp``, such as ``'SUM'``.
+        """
+        computed: list[np.ndarray] = []
+        with self.stage(stage):
+            computed += compute()
+        return [self._all_reduce(one, operation, stage) for one, operation in zip(computed, operations, strict=True)]
 
     def post(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], stage: str
     ) -> Callable[[], None]:
-        """Start sending bytes to ranks and receiving bytes from ranks. Runs on: the named ranks, in step.
-
-        Both sides must know how many bytes.
+        """Start sending bytes to ranks and receiving them; both sides know how many. Runs on: the named ranks, in step.
 
         Returns:
             A function that waits until all bytes have arrived. Until then the tensors must not be touched.
@@ -301,15 +290,6 @@ class Collective:
                     work.wait(self._timeout)
 
         return finish
-
-    def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order; for rare, small values. Runs on: all ranks."""
-        if self.world_size == 1:
-            return [value]
-        with self._in_touch('exchange'):
-            values: list[T] = [value] * self.world_size
-            dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def close(self) -> None:
         """Destroy the group; a reused one stays open. Waits for no rank: those that still wait for this one fail."""
@@ -334,6 +314,37 @@ class Collective:
             del group, backend  # in this order
         if self._is_reused and dist.group.WORLD is not None:
             _REUSED.pop(dist.group.WORLD, None)
+
+    def _all_reduce(self, values: np.ndarray, operation: str, stage: str) -> np.ndarray:
+        if self.world_size == 1 or values.size == 0:
+            return values
+        with self._in_touch(stage):
+            merged = torch.from_numpy(np.array(values))
+            if operation == 'MAX' and merged.numel() == 1 and self.world_size > _RING_RANKS:
+                spread_maximum(merged, self._group, self._timeout, _VOTE)
+            else:
+                dist.all_reduce(merged, getattr(dist.ReduceOp, operation), group=self._group)
+        return merged.numpy()
+
+    def _broadcast(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.world_size == 1:
+            return value
+        with self._in_touch('exchange'):
+            content = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == 0 else None)), dtype=torch.uint8)
+            length = torch.tensor([content.numel()], device=_HOST)
+            dist.broadcast(length, 0, group=self._group)
+            if self.rank != 0:
+                content = torch.empty(int(length), dtype=torch.uint8, device=_HOST)
+            dist.broadcast(content, 0, group=self._group)
+            return pickle.loads(content.numpy())
+
+    def _all_gather(self, value: T) -> list[T]:
+        values: list[T] = [value] * self.world_size
+        if self.world_size > 1:
+            with self._in_touch('exchange'):
+                dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _wait_for_answer(self, secs: float) -> bool:
         """Wait for the answer to :meth:`start_maxima`, at most ``secs``; returns whether it has come."""
@@ -367,12 +378,7 @@ class Collective:
         # The store, or the rank that hosts it, may be gone; MPI has none
         with contextlib.suppress(AttributeError, ValueError, RuntimeError):
             store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_ensured}', _get_default_store())
-            store.set(f'{self.rank}', '')
-            if store.add('first', 1) == 1:
-                time.sleep(_REGISTER_SECS)
-                ranks = range(self.world_size)
-                missing = [rank for rank in ranks if not rendezvous.store_has(store, f'{rank}')]
-                rendezvous.warn_of_missing_ranks(self.rank, missing)
+            rendezvous.register_waiting_rank(store, self.rank, self.world_size)
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:
@@ -390,10 +396,3 @@ class Collective:
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.
 _REUSED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; 0 and 1 without a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,13 +116,13 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
 
         message = error_of(save_small)
         n_planned = len(plans[0].buckets) + len(plans[0].rounds) if plans else 0
-        return message, sum(stage == road for _, stage, *_ in agreed), len(collectives), n_planned
+        return message, sum(stage == road for _, _, stage in agreed), len(collectives), n_planned
 
     found = {}
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
         are_sent = WriteStrategy.reads_slices if road == 'send' else False
         with (
-            mock.patch.object(Collective, 'raise_if_any_failed', noting(agreed, Collective.raise_if_any_failed)),
+            mock.patch.object(Collective, 'any', noting(agreed, Collective.any)),
             mock.patch.object(Collective, 'post', noting(collectives, Collective.post)),
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),
@@ -140,7 +141,7 @@ def ranks_beside_a_bound_device() -> list[int]:
     """As after ``init_process_group(device_id=...)`` with a device for which gloo has no backend."""
     dist.group.WORLD.bound_device_id = torch.device('xpu:0')
     try:
-        found = Collective().all_gather(dist.get_rank())
+        found = Collective.connect().from_all_ranks('exchange', dist.get_rank)
         assert dist.group.WORLD.bound_device_id == torch.device('xpu:0')
     finally:
         dist.group.WORLD.bound_device_id = None
@@ -154,7 +155,7 @@ def differing(way: str, root: Path) -> str:
     changed = dict(model.named_parameters())[CHANGED]
     if dist.get_rank() == dist.get_world_size() - 1:
         changed.data.view(torch.int16)[-1, -1] ^= 1
-    with mock.patch.object(Collective, 'all_gather', side_effect=AssertionError('a checksum of each tensor and rank')):
+    with mock.patch.object(Collective, '_all_gather', side_effect=AssertionError('a checksum of each tensor and rank')):
         return error_of(save_folder, model, root / 'hf_model', **WAYS[way])
 
 
@@ -170,7 +171,7 @@ def buffers_are_of_rank_0(root: Path) -> bool:
 def gathered_nbytes() -> Iterator[list[int]]:
     """Bytes of each value that this rank gathers from all ranks or is told by rank 0."""
     sizes: list[int] = []
-    all_gather, broadcast = Collective.all_gather, Collective.broadcast
+    all_gather, broadcast = Collective._all_gather, Collective._broadcast
 
     def gather(self: Collective, value: Any) -> Any:
         found = all_gather(self, value)
@@ -182,13 +183,13 @@ def gathered_nbytes() -> Iterator[list[int]]:
         sizes.append(len(pickle.dumps(found)))
         return found
 
-    with mock.patch.object(Collective, 'all_gather', gather), mock.patch.object(Collective, 'broadcast', told):
+    with mock.patch.object(Collective, '_all_gather', gather), mock.patch.object(Collective, '_broadcast', told):
         yield sizes
 
 
 def differing_lines(last: list[str]) -> tuple[str, int]:
     """The last rank holds other lines: the error, and the bytes that a rank gathers. Runs on: all ranks."""
-    ranks = Collective()
+    ranks = Collective.connect()
     lines = last if ranks.rank == N_RANKS - 1 else LINES
     with gathered_nbytes() as sizes:
         message = error_of(require_same, ranks, 'the plan', str(len(lines)) + lines[1000], lambda: lines)
@@ -199,7 +200,7 @@ def differing_lines(last: list[str]) -> tuple[str, int]:
 def agreements_of_many_ranks() -> dict[str, Any]:
     """As agreements of more ranks than take gloo's ring: what each says, and steps of one. Runs on: all ranks."""
     found: dict[str, Any] = {}
-    ranks, isend, steps = Collective(), dist.isend, list[int]()
+    ranks, isend, steps = Collective.connect(), dist.isend, list[int]()
 
     def count(*args: Any) -> Any:
         steps.append(1)
@@ -219,13 +220,43 @@ def agreements_of_many_ranks() -> dict[str, Any]:
     return found
 
 
+def exchanges() -> dict[str, list[Any]]:
+    """What ranks exchange before, while and after a rank fails to compute its part. Runs on: all ranks."""
+    ranks, failing = Collective.connect(), [-1]
+
+    def compute() -> int:
+        if ranks.rank == failing[0]:
+            raise OSError(5, 'injected')
+        return ranks.rank + 1
+
+    ways = {
+        'from rank 0': lambda: ranks.from_rank0('write', compute),
+        'from all ranks': lambda: ranks.from_all_ranks('write', compute),
+        'reduced': lambda: [
+            merged.tolist()
+            for merged in ranks.reduce_over_ranks(
+                'write', lambda: (np.array([compute(), 2**40]), np.zeros((2, 0), int), np.array([8])), ('SUM',) * 3
+            )
+        ],
+    }
+    found: dict[str, list[Any]] = {}
+    for name, exchange in ways.items():
+        found[name] = [exchange()]
+        failing[0] = 0 if name == 'from rank 0' else N_RANKS - 1
+        found[name].append(error_of(exchange))
+        failing[0] = -1
+        found[name].append(exchange())
+    ranks.close()
+    return found
+
+
 def waits_long_in_debug_mode() -> str:
     """Rank 0 works for longer than connecting may take, and torch checks each collective. Runs on: all ranks."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with mock.patch.object(collective, 'CONNECT_TIMEOUT_SECS', 2.0):
-            ranks = Collective()
+            ranks = Collective.connect()
     finally:
         dist.set_debug_level(level)
     if ranks.rank == 0:
@@ -268,6 +299,7 @@ def saved(tmp_path_factory):
     scenarios['buffers'] = partial(buffers_are_of_rank_0, root / 'buffers')
     scenarios |= {name: partial(differing_lines, lines) for name, lines in OTHER_LINES.items()}
     scenarios['many ranks'] = agreements_of_many_ranks
+    scenarios['exchanges'] = exchanges
     scenarios['debug mode'] = waits_long_in_debug_mode
     scenarios['other folders'] = partial(into_different_folders, root / 'other_folders')
     scenarios['other paths'] = partial(into_one_folder_under_other_paths, root / 'other_paths')
@@ -377,6 +409,21 @@ def test_an_agreement_of_many_ranks_takes_few_steps(saved):
             assert found[f'flag of {rank}'] is True
             assert found[f'error of {rank}'].startswith(f"AgreedError: stage 'write' failed on rank {rank}: OSError: ")
         assert found['nobody'] is False and found['steps'] == 2  # of three ranks; the ring has four
+
+
+@pytest.mark.parametrize(
+    ('way', 'result', 'failing'),
+    [
+        ('from rank 0', 1, 0),
+        ('from all ranks', [1, 2, 3], N_RANKS - 1),
+        ('reduced', [[6, N_RANKS * 2**40], [[], []], [8 * N_RANKS]], N_RANKS - 1),
+    ],
+)
+def test_what_is_exchanged_is_computed_under_a_vote(saved, way, result, failing):
+    """No rank that computed its part waits for one that could not."""
+    for before, message, after in (found[way] for found in check(saved, 'exchanges')):
+        assert message.startswith(f"AgreedError: stage 'write' failed on rank {failing}: OSError: "), message
+        assert before == after == result
 
 
 def test_in_debug_mode_ranks_are_waited_for_as_long(saved):

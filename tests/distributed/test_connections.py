@@ -19,7 +19,7 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.runs.engines import make_manager
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks import collective, save_hf
+from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError
 from xhf_hooks.system import rendezvous
@@ -63,7 +63,7 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     """Runs on: all ranks."""
     lines, before = Lines(), sockets()
     options: dict[str, Any] = dict(async_save=async_save, save_on_signal='SIGUSR2', on_error='continue')
-    saves = make_manager(odd_llama(), folder, collective=Collective(), run=lines, **options)
+    saves = make_manager(odd_llama(), folder, collective=Collective.connect(), run=lines, **options)
     ours = {fd: target for fd, target in sockets().items() if before.get(fd) != target}
     saves.save_if_requested(iteration(1))
     saves.save(iteration(1))
@@ -105,7 +105,7 @@ def lose_in_the_middle(folder: Path) -> list[str]:
     if dist.get_rank() == 1:
         ranks.abandon()
     path = save_hf(odd_llama(), folder).path
-    return [path.name, *Collective.reused().all_gather('here')]
+    return [path.name, *Collective.reused().from_all_ranks('exchange', lambda: 'here')]
 
 
 def test_a_break_that_one_rank_has_noticed_is_mended_on_all(tmp_path):
@@ -116,7 +116,7 @@ def save_on_rank_0_alone(folder: Path) -> list[str]:
     """Runs on: all ranks."""
     lines, save = Lines(), partial(save_hf, odd_llama(), folder)
     save()
-    with mock.patch.multiple(rendezvous, WARN_AFTER_SECS=0.5), mock.patch.multiple(collective, _REGISTER_SECS=0.5):
+    with mock.patch.multiple(rendezvous, WARN_AFTER_SECS=0.5, _REGISTER_SECS=0.5):
         if dist.get_rank() == 0:
             with mock.patch.object(Collective, '_warn_of_missing_ranks', told_then(Collective._warn_of_missing_ranks)):
                 save()
@@ -151,10 +151,10 @@ def restart() -> list[list[int]]:
     for attempt in range(3):
         dist.init_process_group('fake', store=dist.PrefixStore('default_pg', store), rank=rank, world_size=2)
         if attempt != 1:
-            found.append(Collective(timeout_secs=60.0).all_gather(rank))
+            found.append(Collective.connect(timeout_secs=60.0).from_all_ranks('exchange', lambda: rank))
         elif rank == 0:
             with pytest.raises(RankLostError, match='rank 0: ranks 1 have not reached this save within 1 s'):
-                Collective(timeout_secs=1.0)
+                Collective.connect(timeout_secs=1.0)
         dist.destroy_process_group()
         store.add(f'ended {attempt}', 1)
         while store.add(f'ended {attempt}', 0) < 2:

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks import HFCheckpointCallback
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 
 WRITERS = ('stream', 'parallel', 'positional')
 #: What Accelerate and Trainer need for weights of their own.
@@ -49,6 +51,21 @@ def accelerated(root: Path) -> dict[str, Any]:
         model.destroy()
         dist.barrier()
     return told
+
+
+def beside_foreign_files(root: Path) -> str:
+    """During the save somebody puts files under its name: where the save is. Runs on: all ranks."""
+    from xhf_hooks import save_hf
+
+    commit = CheckpointFolder.commit
+
+    def commit_late(folder: CheckpointFolder, *args: Any, **options: Any) -> Path:
+        folder.path.mkdir()
+        (folder.path / 'notes.txt').touch()
+        return commit(folder, *args, **options)
+
+    with mock.patch.object(CheckpointFolder, 'commit', commit_late):
+        return str(save_hf(odd_llama(), root / 'hf_model', step=1).path)
 
 
 def in_ddp(root: Path) -> None:
@@ -124,6 +141,7 @@ def results(tmp_path_factory):
         for name, (options, arguments, zero, _) in TRAINER.items()
     }
     scenarios['doubled'] = partial(doubled_at_the_end, root / 'doubled')
+    scenarios['foreign files'] = partial(beside_foreign_files, root / 'foreign')
     scenarios |= {'ddp': partial(in_ddp, root / 'ddp'), 'accelerate': partial(accelerated, root / 'accelerate')}
     return root, run_scenarios(scenarios, 2)
 
@@ -192,3 +210,10 @@ def test_ddp(results):
     check(outcomes, 'ddp')
     for way in (*WRITERS, 'bare'):
         assert_same_folder_tensors(root / 'ddp' / way, root / 'ddp' / 'theirs')
+
+
+def test_all_ranks_know_where_a_save_is_that_found_foreign_files_under_its_name(results):
+    root, outcomes = results
+    folder = root / 'foreign' / 'hf_model_iter_1'
+    assert check(outcomes, 'foreign files') == [str(folder)] * 2
+    assert_whole(folder)

@@ -149,7 +149,7 @@ def test_a_rank_that_comes_late_to_the_first_save_is_waited_for(tmp_path):
 def lose_one_of_many(dead_rank: int, ring_ranks: int) -> tuple[str, float]:
     """One dies between two agreements. Runs on: all ranks."""
     collective._RING_RANKS = ring_ranks  # of this process, which ends
-    ranks = Collective()
+    ranks = Collective.connect()
     ranks.raise_if_any_failed('before')
     if dist.get_rank() == dead_rank:
         die()
@@ -171,7 +171,7 @@ def ask_without(dead_rank: int, has_left: Path | None = None) -> tuple[str, floa
     Args:
         has_left: The rank does not die, but does not answer either until the others have left.
     """
-    requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
+    requests = SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
     assert [requests.is_due() for _ in range(3)] == [False] * 3
     dist.barrier()
     if dist.get_rank() == dead_rank:

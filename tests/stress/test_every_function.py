@@ -59,8 +59,8 @@ INSIDE = {
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
 }
-#: Within this, rank 0 calls a function of the save.
-CALLS_BACK = 'collective.Collective.from_rank0'
+#: Within these, ranks call a function of the save.
+CALL_BACK = tuple(f'collective.Collective.{name}' for name in ('from_rank0', 'from_all_ranks', 'reduce_over_ranks'))
 #: After the commit: the save is good, and a rank alone could not tell all of it.
 NOT_REPORTED = 'is saved, but a callback failed'
 #: After the commit, on all ranks.
@@ -191,7 +191,7 @@ class Run:
         logger, handler = logging.Logger('run'), logging.Handler()
         handler.emit = lambda record: self.lines.append(record.getMessage())
         logger.addHandler(handler)
-        options |= dict(on_error='raise', collective=Collective(timeout_secs=60))
+        options |= dict(on_error='raise', collective=Collective.connect(timeout_secs=60))
         self.saves = make_manager(self.model, self.folder, logger, **options)
 
     def save(self) -> str:
@@ -228,7 +228,7 @@ class Run:
             name
             for name, chain in chains.items()
             if name not in ENTRANCES
-            and not any(outer.startswith(tuple(INSIDE)) for outer in chain if outer != CALLS_BACK)
+            and not any(outer.startswith(tuple(INSIDE)) for outer in chain if outer not in CALL_BACK)
         ]
         for rank, found in enumerate(self.gather(self.faults.new(names))):
             for name in found:

@@ -76,7 +76,7 @@ class Run:
     """Saves of one tiny model at ZeRO-3, numbered. Runs on: all ranks."""
 
     def __init__(self, parent: Path, writer: str = 'positional', timeout_secs: float = 600, **options: Any) -> None:
-        self.collective = Collective(timeout_secs=timeout_secs)
+        self.collective = Collective.connect(timeout_secs=timeout_secs)
         with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
             self.model = odd_llama(tied=True)
         options = {'bucket_size': 10_000, 'max_shard_size': 30_000, **options}

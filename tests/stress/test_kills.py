@@ -142,7 +142,7 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
 def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
     model = tiny_model(kind.zero3)
     how = dict(writer=kind.writer, async_save=kind.in_background, bucket_size=20_000, max_shard_size=10_000)
-    how |= dict(max_keep_ckpts=max_keep, on_error='raise', collective=Collective(timeout_secs=HANG_SECS))
+    how |= dict(max_keep_ckpts=max_keep, on_error='raise', collective=Collective.connect(timeout_secs=HANG_SECS))
     saves = make_manager(model, parent / NAME, **how)
     for number in itertools.count(first):
         fill(model, weight_of(number))

@@ -73,7 +73,7 @@ def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
     name = 'model-00002-of-00003.safetensors'
     folder = CheckpointFolder(disks / kind / 'on_saved' / NAME, 1)
     folder.prepare()
-    after = OnSaved(['truncate', '--size=0', f'{{path}}/{name}'], RunLog(logging.getLogger('test'), 'test'))
+    after = OnSaved(['truncate', '--size=0', f'{{path}}/{name}'], RunLog(logging.getLogger('test'), 'test')).start()
     commit_one(folder, 1)
     after.handle_commit(folder, iteration(1))
     assert after.wait(HANG_SECS)

@@ -17,7 +17,7 @@ from xhf_hooks.writers.writer import Writer
 
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int) -> Writer:
-    writer = Writer(pending_nbytes)
+    writer = Writer.start(pending_nbytes)
     writer.open(plan, folder, writer.create(plan, folder))
     return writer
 

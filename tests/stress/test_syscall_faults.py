@@ -40,7 +40,7 @@ class SmallRun:
     def __init__(self, parent: Path, max_keep: int = 1) -> None:
         parent.mkdir()
         self.model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
-        self.alone = Collective()
+        self.alone = Collective.connect()
         self.make_saver()
         self.parent, self.max_keep = parent, max_keep
         self.number = 0

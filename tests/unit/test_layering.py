@@ -154,3 +154,32 @@ def test_forbidden(rule):
 def test_heavy_packages_are_imported_when_used():
     """Each integration is imported by those who have what it is for."""
     assert breaches(all_but('integrations/'), HEAVY, at_once=True) == []
+
+
+#: Methods that open, connect, start, handle or communicate.
+ACTS = (
+    'start',
+    'connect',
+    'open',
+    'stage',
+    'from_rank0',
+    'signal',
+    'register',
+    'register_after_fork',
+    'mkdir',
+    'acquire',
+)
+#: MMEngine builds the hook, and then a loop that starts data loader workers, before it calls the hook.
+MUST_ACT = ['hooks/hf_checkpoint_hook.py: SignalProofChildren.start']
+
+
+def test_constructors_only_store():
+    acting = [
+        f'{relative(path)}: {ast.unparse(call.func)}'
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8')))
+        if isinstance(node, ast.FunctionDef) and node.name in ('__init__', '__post_init__')
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition('.')[2] in ACTS
+    ]
+    assert acting == MUST_ACT

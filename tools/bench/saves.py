@@ -48,7 +48,7 @@ def saver_of(model: nn.Module, writer: str, in_background: bool = False) -> Save
     """A saver of a bf16 model, whose file sizes do not depend on the writer."""
     shard_nbytes = 2 * n_parameters(model) // (FILES_PER_RANK * dist.get_world_size())
     how = dict(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes, in_background=in_background)
-    return make_saver(model, Collective(), writer=writer, **how)
+    return make_saver(model, Collective.connect(), writer=writer, **how)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from bench.saves import STEP, Tell, Training, saver_of
 from bench.throttle import limited_sending
 from bench.ways import UPLOAD, UPLOAD_BOTO3
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
-from xhf_hooks.background.upload import Uploads, uploads_of_run
+from xhf_hooks.background.upload import Uploads, start_uploads
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.save import Saver
@@ -57,10 +57,10 @@ def claimed(
     saver: Saver, folder: Path, url: str, name: str
 ) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
     """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
-    target, collective = CheckpointFolder(folder, 1), Collective()
+    target, collective = CheckpointFolder(folder, 1), Collective.connect()
     saver.save(target, STEP)
     store = {'endpoint_url': url}
-    uploads: Uploads = uploads_of_run(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
+    uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
     uploads.prepare()
 
     def is_over(within_secs: float = 0.0) -> bool:

@@ -15,12 +15,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from logging import LoggerAdapter
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.system.threads import lower_priority
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _POLL_SECS = 0.005
 
@@ -38,7 +41,7 @@ Job = TypeVar('Job')
 
 
 class BackgroundTask(ABC, Generic[Job]):
-    """Works on one save after another, in a thread of low priority that waits for work from the beginning.
+    """Works on one save after another, in a thread of low priority that waits for work from :meth:`start` on.
 
     No thread can be started while the process exits, nor perhaps when a save is due. A task keeps neither the run
     nor its model in memory once a save is done: a run that is never closed can be forgotten.
@@ -58,7 +61,11 @@ class BackgroundTask(ABC, Generic[Job]):
         self._must_end = threading.Event()
         # A daemon: at exit, ExitWait and not the interpreter waits for it, for a limited time
         self._thread = threading.Thread(target=self._run, name=f'xhf-{type(self).__name__}', daemon=True)
+
+    def start(self) -> Self:
+        """Start the thread; returns this task."""
         self._thread.start()
+        return self
 
     @abstractmethod
     def work(self, job: Job) -> None:

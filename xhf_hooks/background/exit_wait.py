@@ -21,7 +21,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 
 
 class ExitWait:
-    """Waits before the interpreter exits and before a signal ends the process, until :meth:`close`.
+    """Waits before the interpreter exits and before a signal ends the process, from :meth:`start` to :meth:`close`.
 
     torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
     ``--shutdown-timeout``). Python handles signals in the main thread, so they are handled only if hooks run there. A
@@ -47,13 +47,19 @@ class ExitWait:
         self._pending: int | None = None  # the signal that takes effect after the wait
         self._has_waited = False
         self._wake: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # handlers may put into it; None: end
-        if self._thread is threading.main_thread():
+
+    @classmethod
+    def start(cls, end: Callable[[], object], wait: Callable[[], object]) -> ExitWait:
+        """From now on, wait before the process ends. Runs on: the thread that trains."""
+        exit_wait = cls(end, wait)
+        if exit_wait._thread is threading.main_thread():
             # Started now: no thread can be started while the process exits
-            threading.Thread(target=self._wait_for_signals, name='xhf-ExitWait', daemon=True).start()
+            threading.Thread(target=exit_wait._wait_for_signals, name='xhf-ExitWait', daemon=True).start()
             for number in _ENDING_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._on_signal)
-        _before_exit(self._at_exit)
+                    exit_wait._previous[number] = signal.signal(number, exit_wait._on_signal)
+        _before_exit(exit_wait._at_exit)
+        return exit_wait
 
     def close(self) -> None:
         """Restore the previous handlers. A signal that came before takes effect yet."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import LoggerAdapter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.background.each_save import EachSave, SaveJob
 from xhf_hooks.collective import Collective
@@ -28,6 +28,9 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.pinned_save import PinnedSave
 from xhf_hooks.planning.types import Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LOG_NAME = 'output.log'
 #: Time limit of a command. ``timeout`` in the command sets a shorter one.
@@ -67,21 +70,26 @@ class OnSaved(EachSave[CommandJob]):
     Attributes:
         results: The step of a save and the numbers that the command printed for it, named for a visualizer:
             ``on_saved/hf_model/accuracy``. The reader removes them.
-
-    Raises:
-        OptionError: There is no such program.
     """
 
     name, must_finish = 'on_saved', False
     what = 'on_saved for'
 
     def __init__(self, command: Sequence[str], log: LoggerAdapter) -> None:
-        for program in (command[0], 'nice', 'timeout'):
-            if shutil.which(program) is None:
-                raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
         self._command = command
         self.results: deque[tuple[Step, Mapping[str, float]]] = deque()
         super().__init__(log)
+
+    def start(self) -> Self:
+        """Start the thread; returns this task.
+
+        Raises:
+            OptionError: There is no such program.
+        """
+        for program in (self._command[0], 'nice', 'timeout'):
+            if shutil.which(program) is None:
+                raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
+        return super().start()
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
         """Pin the save that was just committed, and queue the command."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from xhf_hooks.background.background_tasks import BackgroundTask
+from xhf_hooks.collective import Collective
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 
 
@@ -31,9 +32,18 @@ class SaveInFlight:
 
 
 class SavesInBackground(BackgroundTask[SaveInFlight]):
-    """Makes saves. :meth:`close` does not stop one that is being made: other ranks would wait."""
+    """Makes saves. :meth:`close` does not stop one that is being made: other ranks would wait.
+
+    Args:
+        collective: Connects the ranks for this thread: meanwhile the thread that trains uses another one, also while it
+            waits for a save.
+    """
 
     name, must_finish = 'a save in the background', True
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        super().__init__()
 
     def work(self, job: SaveInFlight) -> None:
         """Make a save, report its outcome, and hand it to the thread that trains."""

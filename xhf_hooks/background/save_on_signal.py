@@ -34,7 +34,7 @@ def signal_numbers(signals: Sequence[str]) -> list[signal.Signals]:
 
 
 class SaveRequests:
-    """The save requests of one run. Runs on: all ranks must build it, in the same order.
+    """The save requests of one run, from :meth:`start` to :meth:`close`.
 
     After SIGUSR1 and SIGUSR2 training goes on; the user's handler, if any, is called at once. Any other signal takes
     effect after the save: it ends the process or calls the user's handler. Children of multiprocessing, such as data
@@ -44,14 +44,12 @@ class SaveRequests:
     Python may call handlers in the main thread between any two instructions, so they take no lock.
 
     Args:
-        signals: Names of the signals that request a save.
-        interval_secs: After so many seconds without a save, the clock of rank 0 requests one; None: it never does.
-
-    Raises:
-        AgreedError: There are signals, and training is not in the main thread. The same on all ranks.
+        ranks: Connects the ranks for the votes. No other object uses it: a save in the background may be using another
+            one. It is closed with this object.
+        interval_secs: As in :meth:`start`.
     """
 
-    def __init__(self, log: LoggerAdapter, signals: Sequence[str], interval_secs: float | None = None) -> None:
+    def __init__(self, log: LoggerAdapter, ranks: Collective, interval_secs: float | None) -> None:
         self._log, self._process = log, os.getpid()
         self._asked: str | None = None
         self._ending: signal.Signals | None = None
@@ -61,27 +59,31 @@ class SaveRequests:
         self._answer: Callable[[], list[int]] | None = None  # of the all-reduce in flight
         self._n_until_vote = 0  # iterations, the same on all ranks
         self._n_since_vote, self._voted_at, self._n_between_votes = 0, time.monotonic(), 0
-        self._ranks = Collective()  # of its own: a save in the background may be using another one
-        self._interval_secs = interval_secs if self._ranks.rank == 0 else None
+        self._ranks = ranks
+        self._interval_secs = interval_secs if ranks.rank == 0 else None
         self._clock_began = time.monotonic()
+
+    @classmethod
+    def start(cls, log: LoggerAdapter, signals: Sequence[str], interval_secs: float | None = None) -> SaveRequests:
+        """From now on, handle the signals, and let the clock run. Runs on: all ranks.
+
+        Args:
+            signals: Names of the signals that request a save.
+            interval_secs: After so many seconds without a save, the clock of rank 0 requests one; None: it never does.
+
+        Raises:
+            AgreedError: There are signals, and training is not in the main thread. The same on all ranks.
+        """
+        requests = cls(log, Collective.connect(), interval_secs)
         try:
-            with self._ranks.stage('preflight'):
+            with requests._ranks.stage('preflight'):
                 if signals and threading.current_thread() is not threading.main_thread():
                     raise OptionError('save_on_signal', 'None, since training is not in the main thread', signals)
-                numbers = signal_numbers(signals)
-                self._children = SignalProofChildren(numbers) if numbers else None
-                if self._children is not None and self._children.is_server_older:
-                    log.warning(
-                        f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the '
-                        f'process group of a rank, as torchrun and terminals send it, ends that server and its data '
-                        f'loader workers before the save: start no such process before the hook or callback begins'
-                    )
-                for number in numbers:
-                    self._before[number] = signal.getsignal(number)
-                    signal.signal(number, self._handle)
+                requests._handle_signals(signals)
         except BaseException:
-            self.close()
+            requests.close()
             raise
+        return requests
 
     @property
     def ending_signal(self) -> signal.Signals | None:
@@ -157,6 +159,19 @@ class SaveRequests:
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_IGN if before is None else before)
+
+    def _handle_signals(self, signals: Sequence[str]) -> None:
+        numbers = signal_numbers(signals)
+        self._children = SignalProofChildren.start(numbers) if numbers else None
+        if self._children is not None and self._children.is_server_older:
+            self._log.warning(
+                f'save_on_signal: the fork server of multiprocessing runs already. {"/".join(signals)} to the process '
+                f'group of a rank, as torchrun and terminals send it, ends that server and its data loader workers '
+                f'before the save: start no such process before the hook or callback begins'
+            )
+        for number in numbers:
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
 
     def _start_vote(self) -> Callable[[], list[int]]:
         """Start a vote of all ranks."""

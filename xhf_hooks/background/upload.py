@@ -203,7 +203,7 @@ def _manifest_of(job: UploadJob) -> tuple[Manifest, bytes]:
     return parse_manifest(data, str(job.folder)), data
 
 
-def uploads_of_run(
+def start_uploads(
     url: str,
     storage_options: Mapping[str, Any] | None,
     max_keep: int,
@@ -213,7 +213,7 @@ def uploads_of_run(
     *,
     keep_every: int | None = None,
 ) -> Uploads:
-    """The uploads to a URL. Runs on: all ranks.
+    """Start the thread of the uploads to a URL. Runs on: all ranks.
 
     Args:
         max_keep: How many uploaded saves to keep of those that are not the best.
@@ -229,4 +229,4 @@ def uploads_of_run(
     n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
     if is_bucket_url(url):
         n_ranks = 1  # the Hub limits the requests of a user, and ranks that share files ask again and again
-    return Uploads(destinations, log, collective.rank, n_ranks)
+    return Uploads(destinations, log, collective.rank, n_ranks).start()

@@ -12,6 +12,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; 0 and 1 without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 def new_gloo_group(connect_timeout: timedelta, timeout: timedelta, *, prefix: str) -> dist.ProcessGroup:
     """Create a gloo group of all ranks. Runs on: all ranks.
 

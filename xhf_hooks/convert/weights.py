@@ -47,7 +47,7 @@ def write_weights(
         files: dict[str, OutputFile] = {}
         for planned in plan.files:
             identity = create_file(staging / planned.name, planned.header, planned.nbytes)
-            files[planned.name] = OutputFile(staging / planned.name, identity)
+            files[planned.name] = OutputFile.open(staging / planned.name, identity)
             opened.callback(files[planned.name].close)
         with one_torch_thread(), WorkerThreads(workers) as threads:
             for written in threads.run(_jobs(outputs, files, meter)):

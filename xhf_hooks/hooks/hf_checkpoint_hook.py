@@ -50,8 +50,10 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self._best = self._best_metric()
         self._has_compared = False
         # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
-        # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built
-        self._children = SignalProofChildren(signal_numbers(self.save_on_signal)) if self.save_on_signal else None
+        # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built. So
+        # this cannot wait until before_train
+        signals = signal_numbers(self.save_on_signal or ())
+        self._children = SignalProofChildren.start(signals) if signals else None
 
     def before_train(self, runner: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -76,7 +78,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
         # It may lie inside work_dir, but a save must not replace work_dir
         require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
-        self._saves = CheckpointManager(
+        self._saves = CheckpointManager.open(
             unwrapped,
             out_dir,
             self,

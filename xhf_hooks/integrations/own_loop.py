@@ -78,7 +78,7 @@ def save_hf(
     collective = Collective.reused()  # connects to all ranks at the first call
     log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0)
     try:
-        saves = CheckpointManager(
+        saves = CheckpointManager.open(
             unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
         )
         saves.newest.is_for_save_hf = True

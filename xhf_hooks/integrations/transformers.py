@@ -61,11 +61,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             )
         options, collective = self, None
         if state.is_hyper_param_search:  # each trial trains another model
-            collective, options = Collective(), copy.copy(self)
+            collective, options = Collective.connect(), copy.copy(self)
             trial = state.trial_name or collective.from_rank0('preflight', partial(_make_trial_folder, out_dir.parent))
             out_dir = out_dir.parent / trial / out_dir.name
             options.upload_to = None if self.upload_to is None else f'{self.upload_to}/{trial}'
-        self._saves = CheckpointManager(
+        self._saves = CheckpointManager.open(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             out_dir,
             options,

@@ -26,9 +26,9 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
             another name, and every rank must then see what rank 0 writes there.
     """
     wanted = WriteStrategy.POSITIONAL if option == 'auto' else WriteStrategy(option)
-    paths = {folder}
-    if collective.any(folder != collective.broadcast(folder), 'preflight'):
-        paths = {*collective.all_gather(folder)}
+    paths, folder_of_rank0 = {folder}, collective.from_rank0('preflight', lambda: folder)
+    if collective.any(folder != folder_of_rank0, 'preflight'):
+        paths = {*collective.from_all_ranks('preflight', lambda: folder)}
     elif not wanted.all_ranks_write:
         return wanted
     if len({path.name for path in paths}) == 1 and all_ranks_see(folder, collective):
@@ -67,10 +67,10 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     probe = folder.with_name(name)  # hosts may mount the folder at different paths
     is_missed = False
     try:
-        OutputFile(probe, identity).close()
+        OutputFile.open(probe, identity).close()
     except (OSError, TargetError):
         is_missed = True
-    is_missed = collective.any(is_missed)
+    is_missed = collective.any(is_missed, 'preflight')
     with collective.stage('preflight'):
         if collective.rank == 0:
             with contextlib.suppress(OSError):  # the next run removes it

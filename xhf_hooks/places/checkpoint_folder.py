@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
@@ -45,6 +46,20 @@ from xhf_hooks.planning.types import Step
 
 #: Kinds of temporary folders that hold saves.
 TEMPORARY = ('previous', 'staging', 'kept', 'discarded')
+
+
+class _Occupant(NamedTuple):
+    """What has the name of the newest save.
+
+    Attributes:
+        status: Of the folder; None if nothing has the name.
+        manifest: That of the save; None if there is none.
+        problem: Why the name is not ours to use; '' if it is.
+    """
+
+    status: os.stat_result | None
+    manifest: Manifest | None
+    problem: str
 
 
 class CheckpointFolder:
@@ -100,7 +115,7 @@ class CheckpointFolder:
         self._number: int | None = None  # of the last commit; read at the first
         self._committed = path  # the last commit: normally `path`; `path_<step>` if foreign files occupy `path`
 
-    def sibling(self, suffix: str) -> CheckpointFolder:
+    def extra_target(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
 
@@ -188,7 +203,8 @@ class CheckpointFolder:
             raise TargetError(f'{self.path}: no save was begun')
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
-        manifest = describe_folder(staging, save, self._next_number(), self._run, self.name)
+        occupant = self._look_at_newest()
+        manifest = describe_folder(staging, save, self._next_number(occupant), self._run, self.name)
         for path in staging.rglob('*'):
             fsync(path)
         if verify == 'full':
@@ -198,7 +214,7 @@ class CheckpointFolder:
         fsync(part)
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
-        self._publish(staging, save.step)
+        self._publish(staging, save.step, occupant)
         if self.is_for_save_hf:  # after the call, the user's code may delete the folder, or end the process
             self.siblings.deletion.wait()
         return self._committed
@@ -248,27 +264,27 @@ class CheckpointFolder:
         Raises:
             TargetError: Something else has its name.
         """
-        manifest, problem = self._look_at_newest()
-        if problem:
+        occupant = self._look_at_newest()
+        if occupant.problem:
             raise TargetError(
-                f'{self.path} {problem}, and a save would replace it; move it away, or {self.elsewhere} another'
+                f'{self.path} {occupant.problem}, and a save would replace it; move it away, or {self.elsewhere} '
+                f'another'
             )
-        return manifest
+        return occupant.manifest
 
-    def _look_at_newest(self) -> tuple[Manifest | None, str]:
-        """The manifest of the newest save, None if there is none; and why its name is not ours to use, '' if it is."""
-        found = look_up(self.path)
-        if found is None:
-            return None, ''
+    def _look_at_newest(self) -> _Occupant:
+        status = look_up(self.path)
         manifest, problem = None, ''
         try:
-            if not stat.S_ISDIR(found.st_mode):
+            if status is not None and not stat.S_ISDIR(status.st_mode):
                 problem = 'is not a folder'
-            elif (manifest := read_valid_manifest(self.path)) is None and any(self.path.iterdir()):
-                problem = 'holds files that this package did not write'
+            elif status is not None:
+                manifest = read_valid_manifest(self.path)
+                if manifest is None and any(self.path.iterdir()):
+                    problem = 'holds files that this package did not write'
         except OSError as error:
             problem = f'cannot be read ({error})'
-        return manifest, problem
+        return _Occupant(status, manifest, problem)
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
         self.siblings.guard(bases)
@@ -306,27 +322,33 @@ class CheckpointFolder:
         else:
             self.siblings.add_older(left, saved)
 
-    def _next_number(self) -> int:
+    def _next_number(self, occupant: _Occupant) -> int:
         """A number above those of all saves here, since a user may have given an older save the newest one's name."""
         if self._number is None:
             self._number = max((saved.number for saved in self.siblings.older().values()), default=0)
-        newest, _ = self._look_at_newest()
-        self._number = 1 + max(self._number, newest.number if newest else 0)
+        self._number = 1 + max(self._number, occupant.manifest.number if occupant.manifest else 0)
         return self._number
 
-    def _publish(self, staging: Path, step: Step) -> None:
-        _, foreign = self._look_at_newest()
+    def _publish(self, staging: Path, step: Step, occupant: _Occupant) -> None:
+        """Give a complete save the name of the newest one, or one of its own if foreign files have that name.
+
+        Args:
+            occupant: What had the name when the manifest was made. It is read again only if that has changed.
+        """
+        now = look_up(self.path)
+        if now is None or occupant.status is None or not os.path.samestat(now, occupant.status):
+            occupant = self._look_at_newest()
         replaced, retention, self._committed = None, self.retention, self.path
-        if foreign:  # for example, a user has removed the manifest; that is no reason to lose a finished save
+        if occupant.problem:  # for example, a user has removed the manifest; that is no reason to lose a finished save
             self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
             os.rename(staging, self._committed)
             if retention.max_keep != -1:  # this save counts as an older one, since `path` itself holds none
                 retention = replace(retention, max_keep=retention.max_keep + 1)
             self._warn(
-                f'{self.path} {foreign}, so it was left alone. The new save is in {self._committed}. Move '
+                f'{self.path} {occupant.problem}, so it was left alone. The new save is in {self._committed}. Move '
                 f'{self.name} away; then the next save is named {self.name} again'
             )
-        elif self.path.exists():
+        elif occupant.status is not None:
             replaced = self._replace_newest(staging)
         else:
             os.rename(staging, self.path)
@@ -334,7 +356,7 @@ class CheckpointFolder:
         what = f'{self.path}: the new save is complete, but not all is cleaned up'
         with self.siblings.warn_instead_of_raising(what):
             fsync(self.path.parent)  # before anything is deleted
-            self.siblings.retain(replaced, step, retention)
+            self.siblings.retain(replaced, occupant.manifest, step, retention)
 
     def _replace_newest(self, new: Path) -> Path:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.

@@ -117,43 +117,48 @@ class SiblingFolders:
         if path != wanted:
             self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
 
-    def retain(self, replaced: Path | None, newest: Step, retention: Retention) -> None:
+    def retain(self, replaced: Path | None, saved: Manifest | None, newest: Step, retention: Retention) -> None:
         """After a commit, and at no other time: delete the saves that are too many.
 
         Args:
             replaced: The folder that had the name of the newest save, if any; it becomes an older one.
+            saved: Its manifest; None if it was empty.
             newest: The step that was just committed.
             retention: Which saves stay.
         """
         last = (self._newest, newest.iteration)  # always stays
-        if replaced is not None:
-            saved = read_valid_manifest(replaced)
-            if saved is None:  # it was empty when it was looked at
-                self._delete(replaced, None)
-            elif saved.step == newest or replaced in retention.find_superfluous(
-                [last, (replaced, saved.step.iteration)]
-            ):
-                self.discard(replaced)
+        if replaced is not None and saved is None:
+            self._delete(replaced, None)
+        elif replaced is not None and saved is not None:
+            is_superfluous = retention.find_superfluous([last, (replaced, saved.step.iteration)]) == [replaced]
+            if saved.step == newest or is_superfluous:
+                self.discard(replaced, saved)
             else:
                 for path, older in self.older(saved.step.label).items():
                     if older.step == saved.step:  # saved again by a run that went back
-                        self.discard(path)
+                        self.discard(path, older)
                 self.add_older(replaced, saved)
-        older_saves = [(path, saved.step.iteration) for path, saved in self.older().items()]
-        for path in retention.find_superfluous([last, *older_saves]):
-            self.discard(path)
+        if retention.max_keep == -1:
+            return
+        older_saves = self.older()
+        iterations = [(path, older.step.iteration) for path, older in older_saves.items()]
+        for path in retention.find_superfluous([last, *iterations]):
+            self.discard(path, older_saves[path])
 
-    def discard(self, folder: Path) -> None:
+    def discard(self, folder: Path, saved: Manifest) -> None:
         """Delete a complete save, in the background.
 
         It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
         such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
+
+        Args:
+            saved: Its manifest.
         """
         what = f'{folder}, which is no longer needed, could not be deleted'
 
         def delete(discarded: Path) -> None:
             with self.warn_instead_of_raising(what):
-                self.remove(discarded)
+                self._delete(discarded, saved)
 
         with self.warn_instead_of_raising(what):
             self.require_no_base(folder)

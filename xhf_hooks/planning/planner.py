@@ -37,7 +37,7 @@ def make_plan(
     strategy: WriteStrategy = WriteStrategy.GATHER,
     world_size: int = 1,
     spread: Mapping[str, Spread] | None = None,
-    share_replicas: bool = False,
+    share_sent: bool = False,
     round_nbytes: int = 1,
 ) -> SavePlan:
     """Decide every file, offset, round and bucket of a save.
@@ -50,8 +50,9 @@ def make_plan(
             the file sets hold different models.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
-        share_replicas: If every rank holds the whole tensor, each rank sends its share to the owner. Otherwise the
-            owner reads its own replica, and nothing is sent.
+        share_sent: Of a tensor that every rank holds whole, and whose slices would be sent to the owner ('stream' and
+            'parallel'). True: each rank sends a share of it. False: the owner reads its own replica, and nothing is
+            sent. With 'positional', each rank writes its share in any case.
         round_nbytes: Most bytes that an owner receives in one round.
 
     Raises:
@@ -89,7 +90,7 @@ def make_plan(
     owner_of = _choose_owners(to_own, files, n_writers, share_files=strategy.in_place)
     copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
-    if not share_replicas:
+    if not share_sent:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
     # Owners take turns, so that each bucket has groups of as many owners as possible, which write at the same time
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))

@@ -34,10 +34,13 @@ from xhf_hooks.background.exit_wait import ExitWait
 from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.background.save_in_flight import SavesInBackground
 from xhf_hooks.background.save_on_signal import SaveRequests
-from xhf_hooks.background.upload import Uploads, uploads_of_run
+from xhf_hooks.background.upload import Uploads, start_uploads
 from xhf_hooks.collective import Collective
 from xhf_hooks.options import CallOptions, RunOptions, require_uploads_apart
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+
+#: While ranks wait for each other's background tasks, they vote this often. Signals are handled between two votes.
+_WAIT_SECS = 5.0
 
 
 class BackgroundWork:
@@ -59,11 +62,6 @@ class BackgroundWork:
         self.requests: SaveRequests | None = None
         self._exit_wait: ExitWait | None = None
 
-    @property
-    def outlasts_saves(self) -> bool:
-        """Whether something may still work on a save after it is committed. The same on all ranks."""
-        return self._options.upload_to is not None or self._options.on_saved is not None
-
     def start_tasks(
         self, saves: SavesInBackground | None, targets: Sequence[CheckpointFolder], collective: Collective
     ) -> None:
@@ -83,7 +81,7 @@ class BackgroundWork:
             paths = [target.path for target in targets]
             with collective.stage('preflight'):
                 require_uploads_apart(options.upload_to, paths[0])
-            self.uploads = uploads_of_run(
+            self.uploads = start_uploads(
                 options.upload_to,
                 options.storage_options,
                 options.upload_keep,
@@ -95,7 +93,7 @@ class BackgroundWork:
             self.tasks.all.append(self.uploads)
         with collective.stage('preflight'):
             if options.on_saved is not None and collective.rank == 0:
-                self.on_saved = OnSaved(options.on_saved, self._log)
+                self.on_saved = OnSaved(options.on_saved, self._log).start()
                 self.tasks.all.append(self.on_saved)
 
     def handle_exits_and_signals(self, owner: object, ending: ExitStack) -> None:
@@ -106,14 +104,31 @@ class BackgroundWork:
             ending: Undoes this.
         """
         if self.tasks.all:
-            self._exit_wait = ExitWait(self.tasks.close, self.tasks.wait_before_exit)
+            self._exit_wait = ExitWait.start(self.tasks.close, self.tasks.wait_before_exit)
             ending.callback(self._exit_wait.close)
         options = self._options
         if options.save_on_signal or options.interval_minutes is not None:
             interval_secs = None if options.interval_minutes is None else 60 * options.interval_minutes
-            self.requests = SaveRequests(self._log, options.save_on_signal or (), interval_secs)
+            self.requests = SaveRequests.start(self._log, options.save_on_signal or (), interval_secs)
             ending.callback(self.requests.close)
             weakref.finalize(owner, self.requests.close).atexit = False
+
+    def wait_on_all_ranks(self, targets: Sequence[CheckpointFolder], collective: Collective) -> None:
+        """Wait for deletions and for the background tasks of all ranks. Runs on: all ranks.
+
+        Ranks wait for each other on gloo, since an NCCL collective may follow training, and a short time at a time, so
+        that signals are handled.
+
+        Raises:
+            SharedError: A rank failed, or did not take part.
+        """
+        with collective.stage('finish'):
+            for target in targets:
+                target.siblings.deletion.wait()
+        # Without these options, the same on all ranks, no work outlasts a save
+        has_work = self._options.upload_to is not None or self._options.on_saved is not None
+        while has_work and collective.any(not self.tasks.wait(_WAIT_SECS), 'finish'):
+            pass
 
     def block_if_process_is_ending(self) -> None:
         """If a signal has come that ends the process after the background tasks, go no further in training.

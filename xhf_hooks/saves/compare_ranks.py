@@ -21,25 +21,26 @@ def require_same(collective: Collective, what: str, digest: str, describe: Calla
         RanksDifferError: The thing differs; the message names both sides.
         AgreedError: A rank failed.
     """
-    collective.raise_if_any_failed(what)  # a rank that fails before this line votes next
-    if not collective.any(digest != collective.broadcast(digest)):
+    expected_digest = collective.from_rank0(what, lambda: digest)
+    if not collective.any(digest != expected_digest, what):
         return
     # Of many lines on very many ranks, nothing but checksums of rank 0's lines and one line of each side travel
-    lines: list[str] = []
     with collective.stage(what):
         lines = describe()
-    theirs = collective.broadcast(line_checksums(lines))
-    found, line = -1, ''
-    with collective.stage(what):
-        found = first_difference(theirs, line_checksums(lines))
-    firsts = collective.all_gather(found)
+        checksums = line_checksums(lines)
+    expected = collective.from_rank0(what, lambda: checksums)
+    firsts = collective.from_all_ranks(what, lambda: first_difference(expected, checksums))
     odd = [rank for rank, number in enumerate(firsts) if number >= 0]
     if not odd:
         raise RanksDifferError(f'{what} differs between ranks, but not in a line that describes it')
     first = firsts[odd[0]]
-    if collective.rank in (0, odd[0]):
-        line = repr(lines[first]) if first < len(lines) else 'nothing more'
-    sides = collective.all_gather(line)
+
+    def line_to_name() -> str:
+        if collective.rank not in (0, odd[0]):
+            return ''
+        return repr(lines[first]) if first < len(lines) else 'nothing more'
+
+    sides = collective.from_all_ranks(what, line_to_name)
     raise RanksDifferError(
         f'{what} differs between ranks 0 and {odd}: line {first} is {sides[0]} on rank 0 and '
         f'{sides[odd[0]]} on rank {odd[0]}. All ranks must hold the same model.'

@@ -28,49 +28,54 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
 from xhf_hooks.saves.outcomes import Outcomes
-from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, occasions_of, preflight
-from xhf_hooks.saves.run_registration import RunRegistration
+from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, manifests_of_targets, occasions_of, preflight
+from xhf_hooks.saves.run_registration import RunRegistration, places_of
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import require_packages
 
-#: While ranks wait for each other's background tasks, they vote this often. Signals are handled between two votes.
-_WAIT_SECS = 5.0
-
 
 class CheckpointManager:
-    """Checks that saves will work, and makes them. Runs on: all ranks, every method.
+    """Checks that saves will work, and makes them. Runs on: all ranks, unless a method says otherwise.
 
-    Args:
-        path: The folder of the newest save.
-        when: Describes the schedule, for the log; None means no schedule.
-        tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
-        sweep: A work_dir from which leftovers of killed runs are removed.
-        may_replace: Whether saves may replace those that are there before the run.
-        finish_tokenizer: Gives the tokenizer that is saved, made from the run's (:data:`.FinishTokenizer`).
-        run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
-            (:class:`.RunRegistration`); a second hook of the same run does not.
-        suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
-        on_committed: Called with each committed save, in the thread that trains.
-        on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
-            command of ``on_saved`` printed for it.
-        collective: Closed with this manager, except that one from :meth:`.Collective.reused` stays open; None creates
-            one.
+    Made by :meth:`open`.
 
     Attributes:
+        newest: The target of all saves but the extra ones: the folder of the newest one, with older saves next to it.
         extra_targets: The extra targets by suffix.
-        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that made this manager.
-        newest: The target of all other saves: the folder of the newest one, with older saves next to it.
+        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the manager.
         saved_at: Iterations done at the last save to ``newest``, also one in flight; None if there is no such save.
-
-    Raises:
-        XhfError: Saves will not work; the same on every rank.
     """
 
-    @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
     def __init__(
         self,
+        saver: Saver,
+        newest: CheckpointFolder,
+        extra_targets: Mapping[str, CheckpointFolder],
+        options: RunOptions | CallOptions,
+        outcomes: Outcomes,
+        work: BackgroundWork,
+        registration: RunRegistration,
+    ) -> None:
+        self._saver = saver
+        self.log, self.collective = saver.log, saver.collective
+        self.newest, self.extra_targets = newest, extra_targets
+        self._options = options
+        self.outcomes = outcomes
+        self._work = work  # `.tasks`: the save in flight, uploads, on_saved; `.requests`: of signals and the clock
+        self._registration = registration
+        self._ending = ExitStack()
+        self._saving: Future[CommittedCheckpoint] | None = None  # in the background
+        self._saving_to: CheckpointFolder | None = None  # in the background
+        self._callback: Callable[[], None] | None = None  # for the save in flight
+        self.saved_at: int | None = None
+        self._saved_checksum: int | None = None  # of this rank's weights at the last save
+
+    @classmethod
+    @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
+    def open(
+        cls,
         unwrapped: Unwrapped,
         path: Path,
         options: RunOptions | CallOptions,
@@ -86,65 +91,79 @@ class CheckpointManager:
         on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
         on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
-    ) -> None:
-        self._options = options
-        self.log = log
-        self.outcomes = Outcomes(
-            log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result
-        )
-        self._saving: Future[CommittedCheckpoint] | None = None  # in the background
-        self._saving_to: CheckpointFolder | None = None  # in the background
-        self._callback: Callable[[], None] | None = None  # for the save in flight
-        self.saved_at: int | None = None
-        self._saved_checksum: int | None = None  # of this rank's weights at the last save
-        self.newest = CheckpointFolder(
+    ) -> CheckpointManager:
+        """Check that saves will work, lock their folders, and start the threads that make them.
+
+        Args:
+            path: The folder of the newest save.
+            when: Describes the schedule, for the log; None means no schedule.
+            tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
+            finish_tokenizer: Gives the tokenizer that is saved, made from the run's (:data:`.FinishTokenizer`).
+            sweep: A work_dir from which leftovers of killed runs are removed.
+            may_replace: Whether saves may replace those that are there before the run.
+            run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
+                (:class:`.RunRegistration`); a second hook of the same run does not.
+            suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
+            on_committed: Called with each committed save, in the thread that trains.
+            on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
+                command of ``on_saved`` printed for it.
+            collective: Closed with this manager, except that one from :meth:`.Collective.reused` stays open; None
+                connects the ranks anew.
+
+        Raises:
+            XhfError: Saves will not work; the same on every rank.
+        """
+        outcomes = Outcomes(log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result)
+        newest = CheckpointFolder(
             path.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
         )
-        self.extra_targets = {suffix: self.newest.sibling(suffix) for suffix in suffixes}
-        # `.tasks`: the save in flight, uploads, on_saved; `.requests`: saves that a signal or the clock requests
-        self._work = BackgroundWork(options, log)
+        extra_targets = {suffix: newest.extra_target(suffix) for suffix in suffixes}
+        targets = [newest, *extra_targets.values()]
+        work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        self._registration = RunRegistration(run, self._places, self.close)
-        self._registration.close_earlier(log)  # runs that were interrupted, such as one in an earlier notebook cell
+        registration = RunRegistration(run, places_of(options, targets))
+        registration.close_earlier(log)  # runs that were interrupted, such as one in an earlier notebook cell
         with ExitStack() as ending:
-            ending.callback(self._registration.unregister)
-            self.collective = Collective() if collective is None else collective
-            ending.callback(self.collective.close)
-            self._saver = Saver(
+            ending.callback(registration.unregister)
+            collective = Collective.connect() if collective is None else collective
+            ending.callback(collective.close)
+            saver = Saver.prepare(
                 unwrapped,
                 options,
-                self.collective,
+                collective,
                 log,
-                strategy=choose_strategy(log, options.writer, self.newest.path, self.collective),
+                strategy=choose_strategy(log, options.writer, newest.path, collective),
                 in_background=options.async_save,
                 stays_cached=options.on_saved is not None,
-                after_commit=self._work.tasks.handle_commit,
+                after_commit=work.tasks.handle_commit,
             )
-            ending.callback(self._saver.close)
-            for target in self._targets:
+            ending.callback(saver.close)
+            for target in targets:
                 ending.callback(target.unlock)
-            ending.callback(self._work.tasks.close)
-            self._work.start_tasks(self._saver.background, self._targets, self.collective)
+            ending.callback(work.tasks.close)
+            work.start_tasks(saver.background, targets, collective)
             preflight(
-                self._saver,
-                self._targets,
+                saver,
+                targets,
                 base_dirs_of(unwrapped.model),
-                self._work.uploads,
+                work.uploads,
                 tokenizer=tokenizer,
                 finish_tokenizer=finish_tokenizer,
                 sweep=sweep,
                 may_replace=may_replace,
             )
-            self._work.handle_exits_and_signals(self, ending)  # keeps only a weak reference to this manager
-            with self.collective.stage('preflight'):
-                log_preparations(self._saver, self._targets, occasions_of(options, when, self.extra_targets))
-            self._ending = ending.pop_all()
+            manager = cls(saver, newest, extra_targets, options, outcomes, work, registration)
+            work.handle_exits_and_signals(manager, ending)  # keeps only a weak reference to the manager
+            with collective.stage('preflight'):
+                log_preparations(saver, targets, occasions_of(options, when, extra_targets))
+            manager._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
-        # no thread, no signal handler and no argument of `finalize` may hold a reference to this manager or the run.
-        # (The registration does, but nothing refers to it except for this manager, and a weak set.)
-        weakref.finalize(self, close_forgotten_run, os.getpid(), self._targets, self._work.tasks).atexit = False
-        self._registration.register()
+        # no thread, no signal handler and no argument of `finalize` may hold a reference to the manager or the run.
+        # (The registration does, but nothing refers to it except for the manager, and a weak set.)
+        weakref.finalize(manager, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
+        registration.register(manager.close)
+        return manager
 
     @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
     def save(
@@ -279,8 +298,6 @@ class CheckpointManager:
     def finish(self, step: Step, *, reloaded_step: Step | None = None) -> None:
         """At the end of training: the last save, then wait for all background tasks, on all ranks.
 
-        Ranks wait for each other on gloo, a short time at a time, since an NCCL collective may follow training.
-
         Args:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
@@ -312,13 +329,8 @@ class CheckpointManager:
         self.wait_for_background_save()
         if not self.outcomes.has_saved:
             self.log.warning('training has ended, and this run has saved nothing')
-        has_work = self._work.outlasts_saves
         try:
-            with self.collective.stage('finish'):  # the other ranks wait for the disk here, not in a collective of NCCL
-                for target in self._targets:
-                    target.siblings.deletion.wait()
-            while has_work and self.collective.any(not self._work.tasks.wait(_WAIT_SECS), 'finish'):
-                pass
+            self._work.wait_on_all_ranks(self._targets, self.collective)
         except XhfError as error:
             self.outcomes.raise_or_log(error, 'waiting for deletions, uploads and on_saved')
         self.poll_background()
@@ -351,20 +363,8 @@ class CheckpointManager:
         return self.collective.any(has_changed, 'finish')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """Manifests of the saves that those in ``extra_targets`` would replace, also in the store. Runs on: rank 0.
-
-        Returns:
-            The manifest of each save, its folder or URL, and the suffix.
-
-        Raises:
-            StoreError: The store cannot be read.
-        """
-        found = []
-        for suffix, target in self.extra_targets.items():
-            found.append((target.newest_manifest(), str(target.path), suffix))
-            if self._work.uploads is not None:
-                found.append((*self._work.uploads.newest(target.name), suffix))
-        return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
+        """Manifests of the saves that those in ``extra_targets`` would replace. Runs on: rank 0."""
+        return manifests_of_targets(self.extra_targets, self._work.uploads)
 
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.
@@ -384,12 +384,6 @@ class CheckpointManager:
     @property
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.extra_targets.values()]
-
-    @property
-    def _places(self) -> set[str]:
-        """The folders and URLs of saves."""
-        url, folders = self._options.upload_to, [target.path for target in self._targets]
-        return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
 
     def _call_frontend(self, committed: CommittedCheckpoint) -> None:
         callback, self._callback = self._callback, None

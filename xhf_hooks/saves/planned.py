@@ -55,12 +55,13 @@ def plan_saves(
     collective: Collective,
     log: RunLog,
     *,
-    share_replicas: bool,
+    share_sent: bool,
 ) -> Planned:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
 
     Args:
-        share_replicas: As in :func:`.make_plan`.
+        share_sent: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies less while
+            training waits. In the foreground the owner's own replica is cheaper than shares that it receives.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -100,7 +101,7 @@ def plan_saves(
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            share_replicas=share_replicas,
+            share_sent=share_sent,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')

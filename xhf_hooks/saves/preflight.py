@@ -14,6 +14,7 @@ from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import table
+from xhf_hooks.system.files import naming
 
 #: Gets the run's tokenizer; returns the one to save, EOS token ids to add, and log messages.
 FinishTokenizer = Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]]
@@ -45,7 +46,7 @@ def preflight(
         if collective.rank == 0:
             prepare_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep, may_replace=may_replace)
             _find_tokenizer(saver, tokenizer, finish_tokenizer)
-            for warning in saver.write_assets_on_trial(targets[0]):
+            for warning in _write_assets_on_trial(saver, targets[0]):
                 log.warn_before_training(warning)
         if uploads is not None:
             uploads.prepare()
@@ -53,6 +54,28 @@ def preflight(
         with collective.stage('preflight'):
             reserved_nbytes = saver.reserve_snapshot()
         log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')
+
+
+def manifests_of_targets(
+    targets: Mapping[str, CheckpointFolder], uploads: Uploads | None
+) -> list[tuple[bytes, str, str]]:
+    """Manifests of the saves that are in these targets, and in the store, before training. Runs on: rank 0.
+
+    Args:
+        targets: The targets by suffix.
+
+    Returns:
+        The manifest of each save, its folder or URL, and the suffix.
+
+    Raises:
+        StoreError: The store cannot be read.
+    """
+    found = []
+    for suffix, target in targets.items():
+        found.append((target.newest_manifest(), str(target.path), suffix))
+        if uploads is not None:
+            found.append((*uploads.newest(target.name), suffix))
+    return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
 
 
 def _find_tokenizer(saver: Saver, of_the_run: Any | None, finish: FinishTokenizer | None) -> None:
@@ -64,6 +87,15 @@ def _find_tokenizer(saver: Saver, of_the_run: Any | None, finish: FinishTokenize
         for message in messages:
             saver.log.info(message)
     saver.tokenizer = tokenizer
+
+
+def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
+    """Write the HF assets to the target and remove them again; returns warnings for the log."""
+    try:
+        with naming(target.path):
+            return saver.write_hf_assets(target.open_staging())
+    finally:
+        target.abort()
 
 
 def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:

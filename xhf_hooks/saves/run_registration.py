@@ -8,10 +8,19 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from xhf_hooks.errors import TargetError
+from xhf_hooks.options import CallOptions, RunOptions
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+
+
+def places_of(options: RunOptions | CallOptions, targets: Iterable[CheckpointFolder]) -> set[str]:
+    """The folders and URLs of a run's saves."""
+    folders = [target.path for target in targets]
+    url = options.upload_to
+    return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
 
 
 class RunRegistration:
@@ -24,8 +33,7 @@ class RunRegistration:
     Args:
         run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted; a second
             hook of the same run does not.
-        places: The folders and URLs of the run's saves: no two runs have one in common.
-        close: Closes the run; called when another run begins.
+        places: As from :func:`places_of`: no two runs have one in common.
 
     Attributes:
         is_closed: Whether :meth:`unregister` was called.
@@ -34,10 +42,10 @@ class RunRegistration:
     #: Of the process, since the locks of folders belong to it and frontends know nothing of each other.
     _open: ClassVar[weakref.WeakSet[RunRegistration]] = weakref.WeakSet()
 
-    def __init__(self, run: object | None, places: set[str], close: Callable[[], None]) -> None:
+    def __init__(self, run: object | None, places: set[str]) -> None:
         self._run = None if run is None else weakref.ref(run)
         self._places = places
-        self._close = close
+        self._close: Callable[[], None] = lambda: None
         self._thread = threading.current_thread()
         self._process = os.getpid()
         self.is_closed = False
@@ -87,8 +95,9 @@ class RunRegistration:
         owners = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(inspect.currentframe()))
         return any(owner is run or getattr(owner, '__dict__', {}).get('state') is run for owner in owners)
 
-    def register(self) -> None:
-        """From now on, later runs may close this one."""
+    def register(self, close: Callable[[], None]) -> None:
+        """From now on, a later run may close this one, by calling ``close``."""
+        self._close = close
         RunRegistration._open.add(self)
 
     def unregister(self) -> None:

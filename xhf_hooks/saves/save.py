@@ -15,19 +15,18 @@ A save in the background first copies what it writes (Snapshot); from then on tr
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
-from xhf_hooks.collective import Collective
+from xhf_hooks.collective import Collective, Flag
 from xhf_hooks.errors import SharedError
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.options import SaveOptions
@@ -38,7 +37,7 @@ from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.planned import Planned, half_bucket_nbytes, plan_saves
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.sources import source_for
+from xhf_hooks.sources import Source, source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.replicated import checksum_local_elements, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
@@ -48,33 +47,38 @@ from xhf_hooks.writers.tally import Tally, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
 
 
+@dataclass(eq=False)
 class Saver:
-    """Saves one live model, any number of times. Runs on: all ranks, every method.
+    """Saves one live model, any number of times. Runs on: all ranks, unless a method says otherwise.
 
-    Args:
-        unwrapped: The trained model (:class:`.Unwrapped`): ``model`` gives class, config and names, ``root`` owns the
-            tensors that are read, and DeepSpeed's ``engine`` shows whether fp32 masters can be read.
-        log: Gets warnings of what is trained and not saved, and the progress of long saves.
-        strategy: Which rank writes which bytes, as chosen for the option ``writer`` (places/access.py).
-        in_background: Whether :meth:`start` will be used.
-        stays_cached: Leave the files in the page cache, for a program that reads them at once.
-        after_commit: Called on all ranks after each commit, in the thread that saves. If it communicates, it starts
-            with a vote.
+    Made by :meth:`prepare`, whose arguments are the first attributes.
 
     Attributes:
         source: Gives the model's tensors; made again at each save.
         planned: The plan and what it was made from; made again when the model's tensors or config change.
+        background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
-        background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
-
-    Raises:
-        AgreedError: The model cannot be exported; the message has the reason.
-        RanksDifferError: Ranks hold different models.
     """
 
-    def __init__(
-        self,
+    unwrapped: Unwrapped
+    options: SaveOptions
+    collective: Collective
+    log: RunLog
+    strategy: WriteStrategy
+    in_background: bool
+    after_commit: Callable[[CheckpointFolder, Step, Collective], None]
+    source: Source
+    planned: Planned
+    writer: Writer
+    background: SavesInBackground | None
+    memory: SnapshotMemory = field(default_factory=SnapshotMemory)
+    tokenizer: Any | None = None
+    eos_token_ids: Sequence[int] = ()
+
+    @classmethod
+    def prepare(
+        cls,
         unwrapped: Unwrapped,
         options: SaveOptions,
         collective: Collective,
@@ -84,27 +88,37 @@ class Saver:
         in_background: bool = False,
         stays_cached: bool = False,
         after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
-    ) -> None:
-        self._unwrapped = unwrapped
-        self.options = options
-        self.collective = collective
-        self.log = log
-        self.strategy = strategy
-        self.in_background = in_background
-        self.after_commit = after_commit
-        self.tokenizer: Any | None = None
-        self.eos_token_ids: Sequence[int] = ()
-        self._memory = SnapshotMemory()
+    ) -> Saver:
+        """Plan the saves of a model, and start the threads that make them.
+
+        Args:
+            unwrapped: The trained model (:class:`.Unwrapped`).
+            log: Gets warnings of what is trained and not saved, and the progress of long saves.
+            strategy: Which rank writes which bytes, as chosen for the option ``writer`` (places/access.py).
+            in_background: Whether :meth:`start` will be used.
+            stays_cached: Leave the files in the page cache, for a program that reads them at once.
+            after_commit: Called on all ranks after each commit, in the thread that saves. If it communicates, it starts
+                with a vote.
+
+        Raises:
+            AgreedError: The model cannot be exported; the message has the reason.
+            RanksDifferError: Ranks hold different models.
+        """
         with collective.stage('plan'):
-            # One half of a bucket may wait for the disk while the next half is gathered
-            pending_nbytes = half_bucket_nbytes(options)
-            self.writer = Writer(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
-            weakref.finalize(self, self.writer.close).atexit = False
-            self.background = SavesInBackground() if in_background else None
-            self.source = source_for(unwrapped.root)
-            self.planned = self._plan()
-        # A separate group: meanwhile the thread that trains uses the other one, also while it waits for this save
-        self._background_collective = Collective() if in_background else None
+            source = source_for(unwrapped.root)
+            planned = plan_saves(unwrapped, source, options, strategy, collective, log, share_sent=in_background)
+        background = SavesInBackground(Collective.connect()) if in_background else None
+        with collective.stage('start threads'):
+            # `bucket_size` is for two buckets of the plan: one waits for the disk while the next one is gathered
+            limit = half_bucket_nbytes(options)
+            writer = Writer.start(limit, in_background=in_background, stays_cached=stays_cached)
+            if background is not None:
+                background.start()
+        how = (strategy, in_background, after_commit, source, planned, writer, background)
+        saver = cls(unwrapped, options, collective, log, *how)
+        # A run that is never closed ends its thread when it is garbage (see also the end of CheckpointManager.open)
+        weakref.finalize(saver, writer.close).atexit = False
+        return saver
 
     @property
     def plan(self) -> SavePlan:
@@ -119,16 +133,8 @@ class Saver:
             'writer': self.strategy.value,
             'dtype': self.options.dtype or 'as trained',
             'weights': 'live',  # unless unwrapped.manifest_fields say 'averaged'
-            **self._unwrapped.manifest_fields,
+            **self.unwrapped.manifest_fields,
         }
-
-    def write_assets_on_trial(self, target: CheckpointFolder) -> list[str]:
-        """Write the HF assets to the target and remove them again; returns warnings for the log. Runs on: rank 0."""
-        try:
-            with naming(target.path):
-                return self.write_hf_assets(target.open_staging())
-        finally:
-            target.abort()
 
     def write_hf_assets(self, folder: Path) -> list[str]:
         """Write all files except the weights; returns warnings for the log. Runs on: rank 0."""
@@ -136,8 +142,8 @@ class Saver:
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training; returns its bytes on this rank."""
-        Snapshot(self.plan, self.source, self._memory, self.collective)
-        return self._memory.nbytes
+        Snapshot.take(self.plan, self.source, self.memory, self.collective)
+        return self.memory.nbytes
 
     def save(
         self,
@@ -166,11 +172,9 @@ class Saver:
         target: CheckpointFolder,
         step: Step,
         manifest_fields: Mapping[str, Any] | None = None,
-        report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda committed, error: (
-            None
-        ),
+        report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda *outcome: None,
     ) -> Future[CommittedCheckpoint]:
-        """Copy the weights to save; then write and commit them in the background. Training pauses only for the copy.
+        """Compare replicas and copy what to save, while training waits; then write and commit it in the background.
 
         The previous save must have ended.
 
@@ -185,10 +189,10 @@ class Saver:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
         """
         with self.collective.stage('save'):
-            if self._background_collective is None or self.background is None:
-                raise ValueError('expected a Saver that was made with in_background=True')
+            if self.background is None:
+                raise ValueError('expected a Saver that was prepared with in_background=True')
             save = self._begin(target, step, manifest_fields or {})
-            save.copy(self._memory, self._background_collective)
+            save.copy(self.memory, self.background.collective)
             in_flight = SaveInFlight(step, save.write_and_commit, report_outcome)
         self.background.add(in_flight)
         return in_flight.outcome
@@ -202,21 +206,20 @@ class Saver:
             RankLostError: Ranks could not connect.
         """
         self.collective.raise_if_any_failed('save')  # so that all ranks come to the next line
-        return self._background_collective is not None and self._background_collective.ensure_connected()
+        return self.background is not None and self.background.collective.ensure_connected()
 
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now."""
-        source = source_for(self._unwrapped.root)
+        source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
 
     def close(self) -> None:
         """End threads, free host memory, destroy the process group of background saves. No save may be in flight."""
         self.writer.close()
-        self._memory.free()
+        self.memory.free()
         if self.background is not None:
             self.background.close()
-        if self._background_collective is not None:
-            self._background_collective.close()
+            self.background.collective.close()
 
     def _begin(
         self, target: CheckpointFolder, step: Step, manifest_fields: Mapping[str, Any], call_began: float | None = None
@@ -224,31 +227,26 @@ class Saver:
         """Start the clock, plan again if tensors or the config have changed, and compare replicas."""
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock(call_began)
-        self.source = source_for(self._unwrapped.root)
-        warn_of_left_out(self.log, self.planned.exporter, self._unwrapped.root)
+        self.source = source_for(self.unwrapped.root)
+        warn_of_left_out(self.log, self.planned.exporter, self.unwrapped.root)
         is_outdated = self.source.specs() != self.planned.specs or self.planned.exporter.is_outdated()
         if self.collective.any(is_outdated, 'plan'):
-            self.planned = self._plan()
+            self.planned = plan_saves(
+                self.unwrapped,
+                self.source,
+                self.options,
+                self.strategy,
+                self.collective,
+                self.log,
+                share_sent=self.in_background,
+            )
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()
         return save
 
-    def _plan(self) -> Planned:
-        return plan_saves(
-            self._unwrapped,
-            self.source,
-            self.options,
-            self.strategy,
-            self.collective,
-            self.log,
-            # In the background, ranks split the saving of replicas, so each copies less while training waits. In the
-            # foreground the owner reads its own replica, which is cheaper than receiving shares of it
-            share_replicas=self.in_background,
-        )
-
 
 class Save:
-    """One save, on its way from the plan to the commit. Runs on: all ranks, every method.
+    """One save, on its way from the plan to the commit. Runs on: all ranks, unless a method says otherwise.
 
     Args:
         saver: Has the plan, the source, the exporter and the writer.
@@ -296,9 +294,8 @@ class Save:
             AgreedError: A rank failed.
         """
         with self._stage('snapshot'):
-            self._chunks = Snapshot(self._saver.plan, self._saver.source, memory, self._collective).chunks(
-                background_collective
-            )
+            snapshot = Snapshot.take(self._saver.plan, self._saver.source, memory, self._collective)
+            self._chunks = snapshot.chunks(background_collective)
             self._clock.meter.sample()
         # The background thread begins with 'staging'. Until it runs, its wait counts as time of that stage
         self._clock.begin('staging')
@@ -318,14 +315,17 @@ class Save:
                 staging, files = self._collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
-                committed = self._commit(tally)
+                committed, is_elsewhere = self._commit(tally)
             finally:
                 # After a commit both have nothing to remove; the target has a folder on rank 0 alone
                 for clean_up in (self._saver.writer.abort, self._target.abort):
-                    with contextlib.suppress(Exception):  # of any type: the next save removes what is left
+                    with suppress(Exception):  # of any type: the next save removes what is left
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
+                if is_elsewhere:  # foreign files have the target's name, so rank 0 has given the save another
+                    path = self._collective.from_rank0('after the commit', lambda: committed.path)
+                    committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
                 self._saver.after_commit(self._target, self._step, self._collective)
         except SharedError as error:
@@ -333,12 +333,10 @@ class Save:
             return replace(committed, warnings=(*committed.warnings, warning))
         return committed
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
+    def _stage(self, name: str) -> AbstractContextManager[Flag]:
         """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage."""
         self._clock.begin(name)
-        with self._collective.stage(name):
-            yield
+        return self._collective.stage(name)
 
     def _open_staging(self) -> tuple[str, dict[str, FileIdentity]]:
         """Make the staging folder; returns its name, and the files that ranks write into. Runs on: rank 0."""
@@ -371,28 +369,30 @@ class Save:
 
     def _add_up(self, tally: Tally) -> None:
         """Reduce the tally over all ranks, in place."""
-        with self._stage('tally'):
-            peak_nbytes = np.array([self._clock.meter.peak_extra_nbytes])
-        tally.sums = self._collective.all_reduce(tally.sums, 'SUM')
-        tally.checksums = self._collective.all_reduce(tally.checksums, 'BXOR')  # adds up CRC-32 (writers/tally.py)
-        self._peak_nbytes = int(self._collective.all_reduce(peak_nbytes, 'MAX')[0])
+        self._clock.begin('tally')
+        tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
+            'tally',
+            lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
+            ('SUM', 'BXOR', 'MAX'),  # BXOR adds up CRC-32 (writers/tally.py)
+        )
+        self._peak_nbytes = int(peak_nbytes[0])
 
-    def _commit(self, tally: Tally) -> CommittedCheckpoint:
-        """Commit on rank 0, once no other rank can fail."""
+    def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
+        """Commit on rank 0, once no other rank can fail. Also returns whether the save is not at the target's path."""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
-        with self._stage('commit'), naming(target.path):
+        path = target.path
+        with self._stage('commit') as is_elsewhere, naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
-                # for this save; then no thread can be started. If foreign files occupy `target.path`, the save has
-                # another path, which only rank 0 knows and logs; the result of other ranks keeps `target.path`
+                # for this save; then no thread can be started
                 path = target.commit(written, saver.options.verify, workers=1 if self.in_background else None)
-                committed = replace(committed, path=path)
-        return committed
+                is_elsewhere.is_set = path != target.path
+        return replace(committed, path=path), is_elsewhere.is_set
 
     def _cost(self) -> SaveCost:
         clock = self._clock

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.collective import Collective
+from xhf_hooks.compat.torch import rank_and_world_size
 from xhf_hooks.errors import ModelError
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.format.safetensors import HALF_DTYPES

@@ -27,18 +27,20 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     Raises:
         AgreedError: A rank does not know which elements it holds.
     """
-    if not tensors:
-        return {}
-    with collective.stage('plan'):
+
+    def fragments_of_this_rank() -> tuple[np.ndarray, np.ndarray]:
         ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
         for number, tensor in enumerate(tensors.values()):
             if tensor._hp_mapping is not None:
                 address = tensor._hp_mapping.lp_fragment_address
                 ends[number] = collective.rank * _RANK_FACTOR + address.start + address.numel
                 lengths[number] = address.numel
-    firsts = collective.all_reduce(ends, 'MIN', 'plan').tolist()
-    longest = collective.all_reduce(lengths, 'MAX', 'plan').tolist()
-    rows = zip(tensors.items(), firsts, longest, strict=True)
+        return ends, lengths
+
+    if not tensors:
+        return {}
+    firsts, longest = collective.reduce_over_ranks('plan', fragments_of_this_rank, ('MIN', 'MAX'))
+    rows = zip(tensors.items(), firsts.tolist(), longest.tolist(), strict=True)
     world_size = collective.world_size
     return {name: _spread(tensor.numel(), first, most, world_size) for (name, tensor), first, most in rows}
 

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from xhf_hooks.collective import Collective, rank_and_world_size
+from xhf_hooks.collective import Collective
+from xhf_hooks.compat.torch import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.plan import SavePlan

@@ -9,6 +9,7 @@ compare a digest of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,69 @@ _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
 
 
+@dataclass(frozen=True)
+class _Replicas:
+    """The replicas that this rank holds.
+
+    Tensors are replicated in few ways: over all ranks, say, or over each column of a mesh. What is exchanged first has
+    one number for each way and rank, not for each tensor.
+
+    Attributes:
+        names: The names of the tensors.
+        checksums: One of each tensor.
+        has_way: For each way, which of the tensors are replicated so.
+        first_holders: For each way and each rank, the first rank that holds the same elements: the ranks' replicas must
+            be equal to that one's.
+    """
+
+    names: list[str]
+    checksums: np.ndarray
+    has_way: list[np.ndarray]
+    first_holders: list[list[int]]
+
+    @classmethod
+    def read(cls, source: Source, specs: Sequence[TensorSpec], world_size: int) -> _Replicas:
+        """Take the checksums."""
+        spreads = source.replicated(specs)
+        ways = {spread.replicated: spread for spread in spreads.values()}
+        return cls(
+            [spec.name for spec in spreads],
+            _checksums_of(list(spreads), source),
+            [np.array([spread.replicated == way for spread in spreads.values()]) for way in ways],
+            [[spread.first_holder(rank) for rank in range(world_size)] for spread in ways.values()],
+        )
+
+    def digests(self, rank: int, world_size: int) -> np.ndarray:
+        """A row for each way, a column for each rank; zero but for this rank's column."""
+        digests = np.zeros((len(self.has_way), world_size), np.int64)
+        for row, has_way in zip(digests, self.has_way, strict=True):
+            row[rank] = crc32(self.checksums[has_way].tobytes())
+        return digests
+
+    def differing_ranks(self, digests: np.ndarray) -> list[dict[int, int]]:
+        """For each way, the ranks whose replicas differ, each with the rank whose replicas were expected.
+
+        Args:
+            digests: Those of all ranks.
+        """
+        return [
+            {rank: firsts[rank] for rank in np.flatnonzero(row != row[firsts]).tolist()}
+            for row, firsts in zip(digests, self.first_holders, strict=True)
+        ]
+
+    def sides(self, differing: Sequence[Mapping[int, int]], rank: int) -> np.ndarray:
+        """Two rows of checksums of all tensors: the expected ones, and those of the first rank that differs.
+
+        They are zero where this rank is not the one that has them, so the sum over ranks has both.
+        """
+        sides = np.zeros((2, len(self.names)), np.int64)
+        for ranks, has_way in zip(differing, self.has_way, strict=True):
+            for odd, expected in [*ranks.items()][:1]:
+                for side, holder in zip(sides, (expected, odd), strict=True):
+                    side[has_way] = self.checksums[has_way] if holder == rank else 0
+        return sides
+
+
 def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> None:
     """Compare the replicas of these tensors. Runs on: all ranks.
 
@@ -30,42 +94,28 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
         RanksDifferError: A tensor differs.
         AgreedError: A rank cannot read what it holds.
     """
-    with collective.stage('compare'):
-        spreads = source.replicated(specs)
-        of_mesh = {spread.replicated: spread for spread in spreads.values()}
-        ranks = range(collective.world_size)
-        firsts = {mesh: [spread.first_holder(rank) for rank in ranks] for mesh, spread in of_mesh.items()}
-        are_of_mesh = [np.array([spread.replicated == mesh for spread in spreads.values()]) for mesh in firsts]
-        checksums = _checksums_of(list(spreads), source)
-        # A row for each way in which replicas are spread, a column for each rank; zero but for this rank's
-        digests = np.zeros((len(firsts), collective.world_size), np.int64)
-        for row, is_of_mesh in zip(digests, are_of_mesh, strict=True):
-            row[collective.rank] = crc32(checksums[is_of_mesh].tobytes())
-    if not spreads:
-        return
-    digests, expected = collective.all_reduce(digests, 'SUM', 'compare'), digests
-    with collective.stage('compare'):
-        expected = np.stack([row[first] for row, first in zip(digests, firsts.values(), strict=True)])
-    if (digests == expected).all():
+    rank, world_size = collective.rank, collective.world_size
+    read: list[_Replicas] = []
+
+    def digests_of_this_rank() -> list[np.ndarray]:
+        read.append(_Replicas.read(source, specs, world_size))
+        return [read[0].digests(rank, world_size)]
+
+    (digests,) = collective.reduce_over_ranks('compare', digests_of_this_rank, ['SUM'])
+    if not digests.size:  # nothing is replicated
         return
     with collective.stage('compare'):
-        # Of each way, the checksums of the first rank whose replica differs, and of the rank with which it is compared:
-        # as many numbers as there are tensors, however many ranks there are
-        sides = np.zeros((2, len(spreads)), np.int64)
-        for is_odd, first, is_of_mesh in zip(digests != expected, firsts.values(), are_of_mesh, strict=True):
-            for rank in np.flatnonzero(is_odd)[:1].tolist():
-                for side, holder in zip(sides, (first[rank], rank), strict=True):
-                    side[is_of_mesh] = checksums[is_of_mesh] if holder == collective.rank else 0
-    sides, difference = collective.all_reduce(sides, 'SUM', 'compare'), ''
+        (replicas,) = read
+        differing = replicas.differing_ranks(digests)
+    if not any(differing):
+        return
+    # As many numbers as there are tensors, however many ranks there are
+    (sides,) = collective.reduce_over_ranks('compare', lambda: [replicas.sides(differing, rank)], ['SUM'])
     with collective.stage('compare'):
-        odd = {
-            rank: first[rank]
-            for is_odd, first in zip(digests != expected, firsts.values(), strict=True)
-            for rank in np.flatnonzero(is_odd).tolist()
-        }
-        differing = [spec.name for spec, is_odd in zip(spreads, sides[0] != sides[1], strict=True) if is_odd]
-        difference = _describe_difference(differing, len(spreads), odd)
-    raise RanksDifferError(difference)
+        names = [name for name, is_odd in zip(replicas.names, sides[0] != sides[1], strict=True) if is_odd]
+        odd = {rank: expected for ranks in differing for rank, expected in ranks.items()}
+        message = _describe_difference(names, len(replicas.names), odd)
+    raise RanksDifferError(message)
 
 
 def checksum_local_elements(source: Source, specs: Sequence[TensorSpec], collective: Collective) -> int:

@@ -181,16 +181,29 @@ def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, No
 class Snapshot:
     """A copy in host memory of the elements that this rank writes or sends, all from the same moment.
 
-    Runs on: all ranks, every method.
-
-    Raises:
-        AgreedError: A rank failed.
+    Args:
+        plan: The plan of the save.
+        slices: This rank's slices, by round and owner.
+        chunks: What this rank writes besides.
     """
 
-    def __init__(self, plan: SavePlan, source: Source, memory: SnapshotMemory, collective: Collective) -> None:
+    def __init__(self, plan: SavePlan, slices: dict[tuple[int, int], list[Chunk]], chunks: list[Chunk]) -> None:
         self._plan = plan
-        self._slices: dict[tuple[int, int], list[Chunk]] = {}
-        self._chunks: list[Chunk] = []
+        self._slices = slices
+        self._chunks = chunks
+
+    @classmethod
+    def take(cls, plan: SavePlan, source: Source, memory: SnapshotMemory, collective: Collective) -> Snapshot:
+        """Copy the elements. Runs on: all ranks.
+
+        Args:
+            memory: Holds the copy until the next snapshot is taken.
+
+        Raises:
+            AgreedError: A rank failed.
+        """
+        slices: dict[tuple[int, int], list[Chunk]] = {}
+        chunks: list[Chunk] = []
 
         def hold(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
             return in_host_memory(placement, memory.hold(elements, placement.offset + start), start)
@@ -200,13 +213,14 @@ class Snapshot:
             reader = SliceReader(source)
             for number, one_round in enumerate(plan.rounds):
                 for owner in one_round.owners:
-                    self._slices[number, owner] = [*reader.read(one_round.message(collective.rank, owner), hold)]
+                    slices[number, owner] = [*reader.read(one_round.message(collective.rank, owner), hold)]
         with collective.stage('snapshot'):
-            self._chunks += unsent(plan, source, collective, hold)
+            chunks += unsent(plan, source, collective, hold)
             memory.synchronize()
+        return cls(plan, slices, chunks)
 
     def chunks(self, collective: Collective) -> Generator[Chunk, None, None]:
-        """Yield what this rank writes, as :func:`live_chunks` does."""
+        """Yield what this rank writes, as :func:`live_chunks` does. Runs on: all ranks."""
         with collective.remembering('read'):
             yield from self._chunks
         yield from SliceSender(self._plan, self._read_copy, collective).chunks()

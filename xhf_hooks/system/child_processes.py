@@ -36,23 +36,30 @@ _KEY = 'xhf_hooks'
 
 
 class SignalProofChildren:
-    """Children that multiprocessing starts from now on survive signals to the process group, until :meth:`close`.
+    """Children of multiprocessing, started from :meth:`start` to :meth:`close`, survive signals to the process group.
 
     Programs that such a child starts inherit the blocked signals.
-
-    Args:
-        signals: Signals that end a process where nothing handles them.
 
     Attributes:
         is_server_older: Whether multiprocessing's fork server was running before: neither it nor its children survive
             the signals.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals]) -> None:
-        self._inherited = _Inherited.of_this_process()
-        self._inherited.add(self, {*signals})
-        pid = _fork_server_pid()
-        self.is_server_older = pid is not None and not self._inherited.has_started_server(pid)
+    def __init__(self, inherited: _Inherited, *, is_server_older: bool) -> None:
+        self._inherited = inherited
+        self.is_server_older = is_server_older
+
+    @classmethod
+    def start(cls, signals: Iterable[signal.Signals]) -> SignalProofChildren:
+        """From now on, children survive these signals.
+
+        Args:
+            signals: Signals that end a process where nothing handles them.
+        """
+        inherited, pid = _Inherited.of_this_process(), _fork_server_pid()
+        children = cls(inherited, is_server_older=pid is not None and not inherited.has_started_server(pid))
+        inherited.add(children, {*signals})
+        return children
 
     def close(self) -> None:
         """Children that are started later end at a signal again. Existing children stay as they were started."""

@@ -17,6 +17,8 @@ from xhf_hooks.errors import RankLostError
 
 #: A rank that has waited this long logs which ranks are missing.
 WARN_AFTER_SECS = 60.0
+#: The first waiting rank allows the others this long to register before it reports which ranks are missing.
+_REGISTER_SECS = 2.0
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
 
 
@@ -42,7 +44,19 @@ def wait_for_all_ranks(store: Any, rank: int, world_size: int, timeout_secs: flo
         raise RankLostError(f'rank {rank} lost contact with the other ranks before a save: {error}') from error
 
 
-def warn_of_missing_ranks(rank: int, missing: Collection[int]) -> None:
+def register_waiting_rank(store: Any, rank: int, world_size: int) -> None:
+    """Note in the store that this rank waits; the first one to do so logs which ranks have not come.
+
+    Args:
+        store: A store of torch for this one wait.
+    """
+    store.set(f'{rank}', '')
+    if store.add('first', 1) == 1:
+        time.sleep(_REGISTER_SECS)
+        _warn_of_missing_ranks(rank, [each for each in range(world_size) if not store_has(store, f'{each}')])
+
+
+def _warn_of_missing_ranks(rank: int, missing: Collection[int]) -> None:
     """Log which ranks have not come."""
     logging.getLogger('xhf_hooks').warning(
         f'rank {rank} waits for {_named(missing)}, which did not reach this save so far: all ranks must make each '
@@ -103,7 +117,7 @@ def _wait(
         if waited_secs > WARN_AFTER_SECS and not has_warned:
             has_warned = True
             if may_warn():
-                warn_of_missing_ranks(rank, missing)
+                _warn_of_missing_ranks(rank, missing)
         time.sleep(pause_secs)
         pause_secs = min(2 * pause_secs, _MOST_PAUSE_SECS)
 

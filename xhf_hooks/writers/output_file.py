@@ -80,24 +80,41 @@ class OutputFile:
     """An existing file, opened for writing. Used by: any number of threads and ranks, each for its own bytes.
 
     Args:
-        direct: Bypass the page cache where possible. Only one thread may write then.
+        path: Its path, for errors.
+        fd: Its descriptor.
+        is_direct: Bypass the page cache. Only one thread may write then.
         stays_cached: Leave what was written in the page cache, for somebody who reads it at once.
-
-    Raises:
-        OSError: It cannot be opened.
-        TargetError: On this host, the name refers to another file.
     """
 
-    def __init__(self, path: Path, identity: FileIdentity, *, direct: bool = False, stays_cached: bool = False) -> None:
+    def __init__(self, path: Path, fd: int, *, is_direct: bool, stays_cached: bool) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY)
+        self._fd = fd
+        self._is_direct = is_direct
+        self._behind = WriteBehind(fd, stays_cached=stays_cached)
+
+    @classmethod
+    def open(
+        cls, path: Path, identity: FileIdentity, *, direct: bool = False, stays_cached: bool = False
+    ) -> OutputFile:
+        """Open the file.
+
+        Args:
+            identity: The file that rank 0 created.
+            direct: Bypass the page cache where possible. Only one thread may write then.
+            stays_cached: As above.
+
+        Raises:
+            OSError: It cannot be opened.
+            TargetError: On this host, the name refers to another file.
+        """
+        fd = os.open(path, os.O_WRONLY)
         try:
-            identity.require(self._fd, path)
+            identity.require(fd, path)
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
-        self._is_direct = direct and not stays_cached and takes_direct_writes(self._fd)
-        self._behind = WriteBehind(self._fd, stays_cached=stays_cached)
+        is_direct = direct and not stays_cached and takes_direct_writes(fd)
+        return cls(path, fd, is_direct=is_direct, stays_cached=stays_cached)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""

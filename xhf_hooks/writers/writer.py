@@ -54,8 +54,13 @@ class Writer:
         self._batch_limit_nbytes = min(_BATCH_NBYTES, pending_nbytes // _BATCH_LENGTH)  # small beside what may wait
         self._changed = threading.Condition()  # of what follows, and of the error
         self._n_pending = self._pending_nbytes = 0
-        # Started now: no thread can be started while the process exits, nor perhaps when a save is due
-        threading.Thread(target=self._work, name='xhf-writer', daemon=True).start()
+
+    @classmethod
+    def start(cls, pending_nbytes: int, *, in_background: bool = False, stays_cached: bool = False) -> Writer:
+        """Start the thread that writes. No thread can be started while the process exits, nor perhaps at a save."""
+        writer = cls(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
+        threading.Thread(target=writer._work, name='xhf-writer', daemon=True).start()
+        return writer
 
     def create(self, plan: SavePlan, staging: Path) -> dict[str, FileIdentity]:
         """Create the planned files with their headers, and reserve their disk space. Runs on: rank 0.
@@ -188,7 +193,7 @@ class Writer:
     def _file(self, name: str) -> OutputFile:
         if name not in self._files:
             how = dict(direct=self._in_background, stays_cached=self._stays_cached)
-            file = OutputFile(self._folder / name, self._made[name], **how)
+            file = OutputFile.open(self._folder / name, self._made[name], **how)
             self._opened.callback(file.close)
             self._files[name] = file
         return self._files[name]

@@ -72,7 +72,7 @@ def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     strategy = WriteStrategy(options.pop('writer', 'stream'))
     how = dict(strategy=strategy, in_background=options.pop('in_background', False))
     log = RunLog(logging.getLogger('test'), 'saver')
-    return Saver(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
+    return Saver.prepare(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
 
 
 def make_manager(
@@ -81,7 +81,7 @@ def make_manager(
     """What makes the saves of a run; ``options`` are ``run``, ``collective``, and RunOptions. Runs on: all ranks."""
     given = {n: options.pop(n) for n in ('run', 'collective') if n in options}
     log = RunLog(logger or logging.getLogger('test'), 'test')
-    return CheckpointManager(unwrap(model), folder, RunOptions(**options), log, when='now', **given)
+    return CheckpointManager.open(unwrap(model), folder, RunOptions(**options), log, when='now', **given)
 
 
 def names_read(plan: SavePlan) -> set[str]:
@@ -92,7 +92,7 @@ def names_read(plan: SavePlan) -> set[str]:
 
 def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan, CommittedCheckpoint]:
     """Save like the hook, without a runner. Runs on: all ranks."""
-    collective = Collective(timeout_secs=600)
+    collective = Collective.connect(timeout_secs=600)
     in_background = options.get('in_background', False)
     saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
     plan = saver.plan

@@ -25,7 +25,7 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
 
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:
     """Fill the staging folder: every byte of every tensor is ``number``."""
-    with closing(Writer(pending_nbytes=1)) as writer:
+    with closing(Writer.start(pending_nbytes=1)) as writer:
         made = writer.create(plan, folder.open_staging())
         writer.open(plan, folder.staging, made)
         for placement in plan.placements:

@@ -41,7 +41,7 @@ class Run:
         self.folder = folder
         self.targets: dict[str, CheckpointFolder] = {}
         log = RunLog(logging.getLogger('xhf_hooks.test'), 'test')
-        self.after = OnSaved(command, log)
+        self.after = OnSaved(command, log).start()
 
     @property
     def results(self) -> list[tuple[int, Any]]:

@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
+from xhf_hooks.collective import Collective
 
 
 def nice_value() -> int:
@@ -26,7 +27,7 @@ class Saves(SavesInBackground):
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, BaseException | None]] = []
-        super().__init__()
+        super().__init__(Collective.connect())
 
     def begin(self, make: Callable[[], Any]) -> Future[Any]:
         save = SaveInFlight(iteration(1), make, lambda made, error: self.told.append((made, error)))
@@ -36,7 +37,7 @@ class Saves(SavesInBackground):
 
 @pytest.fixture
 def saves() -> Iterator[Saves]:
-    made = Saves()
+    made = Saves().start()
     yield made
     made.close()
     made._thread.join(HANG_SECS)

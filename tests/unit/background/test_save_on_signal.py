@@ -27,7 +27,7 @@ def handlers():
 
 
 def requests_of(*signals: str) -> SaveRequests:
-    return SaveRequests(RunLog(logging.getLogger('test'), 'test'), signals)
+    return SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), signals)
 
 
 def test_the_clock_requests_a_save_after_the_time_without_one(monkeypatch):
@@ -35,7 +35,7 @@ def test_the_clock_requests_a_save_after_the_time_without_one(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(save_on_signal, 'time', SimpleNamespace(monotonic=lambda: now[0]))
     before = signal.getsignal(signal.SIGUSR2)
-    requests = SaveRequests(RunLog(logging.getLogger('test'), 'test'), (), interval_secs=60)
+    requests = SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), (), interval_secs=60)
     found = []
     for seconds in (59, 1, 30, 30, 29, 1, 0):
         now[0] += seconds
@@ -126,7 +126,8 @@ def test_ranks_vote_once_a_second_by_the_clock_of_rank_0(secs, most, monkeypatch
     monkeypatch.setattr(save_on_signal.time, 'monotonic', lambda: now)
     ranks = []
     for rank in (0, 1):
-        monkeypatch.setattr(save_on_signal, 'Collective', lambda rank=rank: OneOfTwo(rank, votes))
+        connected = SimpleNamespace(connect=lambda rank=rank: OneOfTwo(rank, votes))
+        monkeypatch.setattr(save_on_signal, 'Collective', connected)
         ranks.append(requests_of('SIGUSR2'))
     voted_at, saved_at, due_at = list[int](), list[int](), list[int]()
     for number in range(1, 101):

@@ -34,7 +34,7 @@ class Ranks:
         for rank in (0, 1):
             saves = {name: StoredSaves((folder / 'store').as_uri(), name, -1) for name in NAMES}
             log = RunLog(logging.getLogger(f'rank{rank}'), 'test')
-            self.ranks.append(Uploads(saves, log, rank, 2))
+            self.ranks.append(Uploads(saves, log, rank, 2).start())
             self.ranks[-1]._thread.name = str(rank)
             self.ranks[-1].prepare()
         self.destinations = self.ranks[0]._destinations

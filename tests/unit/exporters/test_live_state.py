@@ -329,7 +329,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
     config.num_labels = 3
     model = getattr(transformers, kind)(config)
     resize_embeddings(model, 192)
-    collective = Collective()
+    collective = Collective.connect()
     saver, target = make_saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
     target.prepare()
     if change == 'vocab_size':

@@ -15,9 +15,10 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, s
 from tests.unit.places.conftest import LOCK, commit_with, hidden
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity import manifest
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.places import pinned_save, sibling_folders
+from xhf_hooks.places import checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.planning.plan import WrittenSave
@@ -223,7 +224,7 @@ def test_the_folder_above_may_be_a_link(tmp_path):
 def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(tmp_path, monkeypatch, then):
     """Until then it has a name that the next run sweeps."""
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = folder.sibling('best')
+    best = folder.extra_target('best')
     for each in (folder, best):
         each.prepare()
         commit_one(each, 1)
@@ -260,3 +261,33 @@ def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, mon
     monkeypatch.setattr(threading.Thread, 'start', mock.Mock(side_effect=RuntimeError("can't start new thread")))
     folder.commit(written)
     assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 2}
+
+
+def test_a_commit_reads_the_manifest_of_the_replaced_save_once(folder, both_ways, monkeypatch):
+    """It has a line for each tensor."""
+    commit_one(folder, 1)
+    read, parse = [], manifest.parse_manifest
+    monkeypatch.setattr(manifest, 'parse_manifest', lambda data, where: read.append(where) or parse(data, where))
+    commit_one(folder, 2)
+    folder.siblings.deletion.wait()
+    assert read == [str(folder.path / MANIFEST_NAME)]
+    assert visible(folder.path.parent) == {'hf_model': 2}
+
+
+def test_a_save_that_gets_the_name_during_a_commit_is_looked_at_again(folder, both_ways, monkeypatch):
+    """A user moves it there while the new one is flushed: it counts, not the one that was there before."""
+    commit_one(folder, 1)
+    shutil.copytree(folder.path, folder.path.with_name('apart'))
+    (folder.path.with_name('apart') / 'notes.txt').write_text('of a user')
+
+    def swap(*args: object) -> bytes:
+        os.rename(folder.path, folder.path.with_name('moved'))
+        (folder.path.with_name('apart') / MANIFEST_NAME).unlink()
+        os.rename(folder.path.with_name('apart'), folder.path)
+        return describe(*args)
+
+    describe = checkpoint_folder.describe_folder
+    monkeypatch.setattr(checkpoint_folder, 'describe_folder', swap)
+    commit_one(folder, 2)
+    assert (folder.path / 'notes.txt').read_text() == 'of a user'
+    assert content(folder.path.with_name('hf_model_iter_2')) == 2

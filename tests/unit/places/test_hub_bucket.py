@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from tests.unit.places.conftest import publish
 from xhf_hooks.background import upload
-from xhf_hooks.background.upload import uploads_of_run
+from xhf_hooks.background.upload import start_uploads
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import hub_bucket
@@ -176,6 +176,6 @@ def test_rank_0_sends_all_to_the_hub_which_limits_requests(hub, tmp_path, monkey
     monkeypatch.setattr(upload, 'all_ranks_see', lambda path, collective: True)
     ranks: Any = SimpleNamespace(world_size=4, rank=0)
     log = RunLog(logging.getLogger('test'), 'test')
-    uploads = uploads_of_run(url, None, -1, [tmp_path / 'hf_model'], ranks, log)
+    uploads = start_uploads(url, None, -1, [tmp_path / 'hf_model'], ranks, log)
     assert uploads._n_ranks == n_ranks
     uploads.close()

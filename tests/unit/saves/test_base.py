@@ -44,7 +44,7 @@ def test_each_part_of_a_model_has_a_base(tmp_path):
 
 def test_the_folder_of_the_best_may_be_the_base_too(tmp_path):
     newest = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = newest.sibling('best')
+    best = newest.extra_target('best')
     best.path.mkdir()
     with pytest.raises(TargetError, match=r'hf_model_best is the base model .* set out_dir to another'):
         prepare_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
@@ -100,7 +100,7 @@ def test_each_save_has_what_the_base_had_before_training(base, tmp_path, monkeyp
     out = tmp_path / 'out' / 'hf_model'
     if is_run:
         log = RunLog(logging.getLogger('test'), 'test')
-        saves = CheckpointManager(unwrap(model), out, RunOptions(), log, when='now')
+        saves = CheckpointManager.open(unwrap(model), out, RunOptions(), log, when='now')
         change(base, monkeypatch)
         saves.save(iteration(1))
         model.config.bos_token_id = 2  # so that the next save is planned again

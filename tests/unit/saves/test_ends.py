@@ -43,7 +43,7 @@ class Run:
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
         given = dict(when='now', run=self, suffixes=suffixes, on_result=on_result)
-        saves = CheckpointManager(unwrap(self.model), folder, options, log, **given)
+        saves = CheckpointManager.open(unwrap(self.model), folder, options, log, **given)
         self.saves.append(saves)
         return saves
 

@@ -31,7 +31,7 @@ def calls_of_a_save(n_layers: int, root: Any) -> tuple[int, int]:
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=n_layers, num_attention_heads=2, vocab_size=32
     )
-    saver = make_saver(LlamaForCausalLM(config).bfloat16(), Collective(), writer='positional')
+    saver = make_saver(LlamaForCausalLM(config).bfloat16(), Collective.connect(), writer='positional')
     folder = CheckpointFolder(root / f'{n_layers}', 1)
     saver.save(folder, iteration(1))
     n_calls = 0
@@ -66,7 +66,7 @@ def test_small_tensors_go_to_the_thread_that_writes_in_batches(tmp_path, monkeyp
 
     monkeypatch.setattr(Writer, '_hand_over_batch', watched)
     plan = plan_of(*[10] * 150, 2**17, 10)
-    writer = Writer(pending_nbytes=2**20)
+    writer = Writer.start(pending_nbytes=2**20)
     writer.open(plan, tmp_path, writer.create(plan, tmp_path))
     for number, placement in enumerate(plan.placements):
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))

@@ -119,10 +119,10 @@ def test_one_process_saves(tmp_path, writer, in_background):
 
 def test_memory_of_background_saves_is_given_back_at_close(tmp_path):
     """Not when the run is forgotten, which may be at the end of the process."""
-    saver = make_saver(odd_llama(), Collective(), in_background=True)
+    saver = make_saver(odd_llama(), Collective.connect(), in_background=True)
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
     saver.start(folder, iteration(1)).result()
-    blocks = [*saver._memory._blocks]
+    blocks = [*saver.memory._blocks]
     assert blocks and saver.reserve_snapshot() > 0
     alive = [weakref.ref(block) for block in blocks]
     del blocks

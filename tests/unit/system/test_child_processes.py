@@ -55,7 +55,7 @@ def work(folder: Path) -> None:
 
 def parent(method: str, folder: Path) -> None:
     """A process that handles the signals, as training does, and ends its child; prints its exit code."""
-    children = SignalProofChildren(SIGNALS)
+    children = SignalProofChildren.start(SIGNALS)
     got = []
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: got.append(number))
@@ -115,7 +115,7 @@ def test_what_multiprocessing_must_have(monkeypatch):
     monkeypatch.setattr('multiprocessing.forkserver._forkserver._forkserver_pid', None)  # of other tests
     assert isinstance(multiprocessing.current_process()._config, dict)
     before = util.spawnv_passfds
-    one, two = SignalProofChildren(SIGNALS), SignalProofChildren(SIGNALS[:1])
+    one, two = SignalProofChildren.start(SIGNALS), SignalProofChildren.start(SIGNALS[:1])
     assert util.spawnv_passfds != before
     one.close()
     assert util.spawnv_passfds != before and not two.is_server_older

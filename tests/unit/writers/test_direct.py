@@ -29,7 +29,7 @@ def content_at(offset: int, off_by: int = 0) -> memoryview:
 
 def write(path: Path, content: memoryview, offset: int) -> None:
     """Into the middle of a file."""
-    file = OutputFile(path, create_file(path, b'', offset + content.nbytes + 100), direct=True)
+    file = OutputFile.open(path, create_file(path, b'', offset + content.nbytes + 100), direct=True)
     file.write(content, offset)
     flags = fcntl.fcntl(file._fd, fcntl.F_GETFL)
     file.fsync()

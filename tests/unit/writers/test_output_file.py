@@ -46,7 +46,7 @@ def test_any_offset_and_length_by_several_threads(tmp_path, system):
     cuts = sorted({0, len(content), 7, 4096, 3 * MB, 40 * MB, *(order.randrange(len(content)) for _ in range(30))})
     parts = list(itertools.pairwise(cuts))
     order.shuffle(parts)
-    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', len(content)))
+    file = OutputFile.open(tmp_path / 'file', create_file(tmp_path / 'file', b'', len(content)))
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda part: file.write(memoryview(content)[slice(*part)], part[0]), parts))
     file.fsync()
@@ -57,7 +57,7 @@ def test_any_offset_and_length_by_several_threads(tmp_path, system):
 def test_little_of_it_stays_in_the_page_cache(tmp_path):
     """What is behind the last windows has been written, and its pages given back."""
     nbytes = 300 * MB
-    file = OutputFile(tmp_path / 'file', create_file(tmp_path / 'file', b'', nbytes))
+    file = OutputFile.open(tmp_path / 'file', create_file(tmp_path / 'file', b'', nbytes))
     file.write(memoryview(bytes(nbytes)), 0)
     file.close()
     assert cached_nbytes(tmp_path / 'file') < 128 * MB
@@ -67,7 +67,7 @@ def test_little_of_it_stays_in_the_page_cache(tmp_path):
 def test_all_of_it_stays_in_the_page_cache_where_somebody_reads_it_at_once(tmp_path, in_background):
     nbytes = 300 * MB
     made = create_file(tmp_path / 'file', b'', nbytes)
-    file = OutputFile(tmp_path / 'file', made, direct=in_background, stays_cached=True)
+    file = OutputFile.open(tmp_path / 'file', made, direct=in_background, stays_cached=True)
     file.write(memoryview(host_memory(nbytes).numpy()), 0)
     file.fsync()
     file.close()
@@ -105,10 +105,10 @@ def test_another_file_at_the_same_path_is_refused_with_both_inodes(tmp_path):
     created = create_file(elsewhere, b'', 100)
     found = create_file(path, b'', 60)
     with pytest.raises(TargetError) as caught:
-        OutputFile(path, created)
+        OutputFile.open(path, created)
     assert str(caught.value) == (
         f'{path}: expected the file that rank 0 created (inode {elsewhere.stat().st_ino}, 100 bytes); on this host the '
         f'path leads to inode {path.stat().st_ino} (60 bytes), probably because of a stale name cache. Set '
         f"writer='stream', so that only rank 0 writes"
     )
-    OutputFile(path, found).close()
+    OutputFile.open(path, found).close()
