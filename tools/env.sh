@@ -124,7 +124,7 @@ _tell_size() {
         xtuner-0.1) cuda='2.8 GB to download, 6.0 GB' cpu='0.6 GB, 2.3 GB' ;;
         *) cuda='3.0 GB to download, 5.8 GB' cpu='0.4 GB, 1.8 GB' ;;
     esac
-    echo "== $1: about $cuda on disk; with the CPU build of torch $cpu"
+    echo "== $1: about $cuda on disk; with the CPU build of torch $cpu; free here: $(df -h --output=avail . | tail -n1)"
     if ! _has_gpu; then
         echo '   This machine has no GPU, so the CPU build is enough. If pip is not configured for it, start again with'
         echo "   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash $0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,8 @@ from sentence_transformers import SentenceTransformer, models
 from transformers import BertConfig, BertModel
 
 from tests.helpers.models.model_folder import save_tokenizer
+from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks import save_hf
 
 SIZES = dict(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
@@ -46,3 +49,27 @@ def test_same_embeddings(lora, tmp_path, caplog):
     if lora in (None, 'adapter'):
         assert np.array_equal(found, wanted)
     assert np.abs(found - wanted).max() < 1e-6  # merging rounds
+
+
+def train_partitioned(folder: Path) -> tuple[list[str], dict[str, np.ndarray]]:
+    """One step at ZeRO-3, and a save; returns the types of the modules, and the weights that DeepSpeed gathers."""
+    model = sentences(folder / f'base_{torch.distributed.get_rank()}', None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_config(3))
+    features = {name: torch.as_tensor(value) for name, value in model.tokenize(TEXTS).items()}
+    engine.backward(engine(features)['sentence_embedding'].float().square().sum(dim=0).max())
+    engine.step()
+    save_hf(engine, folder / 'found')
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        weights = {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
+    return [type(module).__name__ for module in model], weights
+
+
+def test_a_projection_trained_at_zero3_is_saved(tmp_path):
+    (modules, trained), _ = run_ranks(train_partitioned, 2, tmp_path)
+    loaded = SentenceTransformer(str(tmp_path / 'found'))
+    assert [type(module).__name__ for module in loaded] == modules
+    found = {name: parameter.detach().float().numpy() for name, parameter in loaded.named_parameters()}
+    assert found.keys() == trained.keys() and any('linear' in name for name in found), found.keys()
+    for name, value in trained.items():
+        assert np.array_equal(found[name], value), name
