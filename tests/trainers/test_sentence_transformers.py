@@ -22,11 +22,16 @@ SIZES = dict(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_
 TEXTS = ['w11 w12 w13', 'w14']
 
 
+@pytest.fixture
+def base(tmp_path) -> Path:
+    BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path / 'base')
+    save_tokenizer(tmp_path / 'base', SIZES['vocab_size'])
+    return tmp_path / 'base'
+
+
 def sentences(base: Path, lora: str | None) -> SentenceTransformer:
     """As BGE, with a projection of its own; none of it is the default of SentenceTransformer(folder)."""
     torch.manual_seed(0)
-    BertModel(BertConfig(**SIZES)).save_pretrained(base)
-    save_tokenizer(base, SIZES['vocab_size'])
     pooling, projection = models.Pooling(32, pooling_mode='cls'), models.Dense(32, 16)
     model = SentenceTransformer(modules=[models.Transformer(str(base)), pooling, projection, models.Normalize()])
     if lora is not None:
@@ -37,8 +42,8 @@ def sentences(base: Path, lora: str | None) -> SentenceTransformer:
 
 
 @pytest.mark.parametrize('lora', [None, 'adapter', 'merge', 'both'])
-def test_same_embeddings(lora, tmp_path, caplog):
-    model = sentences(tmp_path / 'base', lora)
+def test_same_embeddings(lora, base, tmp_path, caplog):
+    model = sentences(base, lora)
     options: dict[str, Any] = {} if lora is None else {'lora': lora}
     save_hf(model, tmp_path / 'found', **options)
     assert [record.getMessage() for record in caplog.records if record.levelname == 'WARNING'] == []
@@ -51,22 +56,21 @@ def test_same_embeddings(lora, tmp_path, caplog):
     assert np.abs(found - wanted).max() < 1e-6  # merging rounds
 
 
-def train_partitioned(folder: Path) -> tuple[list[str], dict[str, np.ndarray]]:
+def train_partitioned(base: Path, folder: Path) -> tuple[list[str], dict[str, np.ndarray]]:
     """One step at ZeRO-3, and a save; returns the types of the modules, and the weights that DeepSpeed gathers."""
-    model = sentences(folder / f'base_{torch.distributed.get_rank()}', None)
+    model = sentences(base, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=zero_config(3))
-    features = {name: torch.as_tensor(value) for name, value in model.tokenize(TEXTS).items()}
-    engine.backward(engine(features)['sentence_embedding'].float().square().sum(dim=0).max())
+    engine.backward(engine(model.preprocess(TEXTS))['sentence_embedding'].float().square().sum(dim=0).max())
     engine.step()
-    save_hf(engine, folder / 'found')
+    save_hf(engine, folder)
     with deepspeed.zero.GatheredParameters([*model.parameters()]):
         weights = {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
     return [type(module).__name__ for module in model], weights
 
 
-def test_a_projection_trained_at_zero3_is_saved(tmp_path):
-    (modules, trained), _ = run_ranks(train_partitioned, 2, tmp_path)
+def test_a_projection_trained_at_zero3_is_saved(base, tmp_path):
+    (modules, trained), _ = run_ranks(train_partitioned, 2, base, tmp_path / 'found')
     loaded = SentenceTransformer(str(tmp_path / 'found'))
     assert [type(module).__name__ for module in loaded] == modules
     found = {name: parameter.detach().float().numpy() for name, parameter in loaded.named_parameters()}
