@@ -33,7 +33,7 @@ from xhf_hooks.base_files import (
     loadable_base,
     read_base_files,
 )
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 
 CONFIG = 'tokenizer_config.json'
 JSON = 'tokenizer.json'
@@ -271,7 +271,7 @@ def _is_custom(tokenizer: Any) -> bool:
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
     """A temporary folder where the save goes, which needs room there anyway: other places may be full."""
-    with tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as name, naming(Path(name)):
+    with tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as name, errors_naming(Path(name)):
         yield Path(name)
 
 

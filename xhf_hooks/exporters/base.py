@@ -33,7 +33,8 @@ class Exporter(ABC):
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
         left_out_trained: The left-out tensors that training changes, as of the last :meth:`look_for_left_out`.
-        is_complete: Whether it writes a complete model of transformers, perhaps among other parts.
+        writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
+            parts.
         carry_base: The option. Set by ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         whole: The trained model, which may have more around what is exported. Set by ``exporter_for``.
@@ -48,7 +49,7 @@ class Exporter(ABC):
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
     left_out_trained: tuple[str, ...] = ()
-    is_complete: bool = False
+    writes_whole_model: bool = False
     carry_base: str | None = None
     tokenizer_of_model: Any | None = None
     whole: nn.Module | None = None
@@ -170,8 +171,8 @@ class CompositeExporter(Exporter):
         return entries
 
     @property
-    def is_complete(self) -> bool:  # type: ignore[override]
-        return any(part.is_complete for part in self.parts.values())
+    def writes_whole_model(self) -> bool:  # type: ignore[override]
+        return any(part.writes_whole_model for part in self.parts.values())
 
     def is_outdated(self) -> bool:
         return any(part.is_outdated() for part in self.parts.values())
