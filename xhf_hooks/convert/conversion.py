@@ -270,7 +270,7 @@ class Conversion:
             with errors_naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
                 if options.model_card:
-                    write_model_card(staging, self._exporter.base_dir, self.step)
+                    write_model_card(staging, self._exporter.base_model, self.step)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
             with errors_naming(target.path):

@@ -100,9 +100,9 @@ class Exporter(ABC):
         return False
 
     @property
-    def base_dir(self) -> LocatedBase:
-        """Folder or hub name that the model was loaded from; '' if unknown."""
-        return LocatedBase.locate('') if self._model is None else base_of_model(self._model)
+    def base_model(self) -> LocatedBase:
+        """The base that the model was loaded from."""
+        return LocatedBase() if self._model is None else base_of_model(self._model)
 
     def warn_of_revisions(self) -> list[str]:
         """A warning if it is unknown which revision of the base the model was loaded from. Runs on: rank 0."""
@@ -124,12 +124,12 @@ class Exporter(ABC):
 
         Runs on: rank 0.
         """
-        return load_or_copy_tokenizer(self.base_dir, trust_remote_code=self.trusts_code)
+        return load_or_copy_tokenizer(self.base_model, trust_remote_code=self.trusts_code)
 
     @property
     def n_base_tokens(self) -> int:
         """The number of tokens of :meth:`base_tokenizer`; 0 if there is none, or it is not loaded. Runs on: rank 0."""
-        base = self.base_dir
+        base = self.base_model
         if base.n_tokens is None:
             tokenizer = self.base_tokenizer()
             base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)

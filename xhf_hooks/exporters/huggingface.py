@@ -103,7 +103,7 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._names = self._own_names(specs)
-        base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
+        base = base_dtypes(self.base_model) if dtype == AS_IN_BASE else None
         self._config_dtype = dtype if base is None else base.of_model
         self._vocab_size = self._is_tied = None
         self._arguments, self._without_arguments = {}, {}
@@ -135,7 +135,7 @@ class HuggingFaceExporter(Exporter):
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
         if self.carry_base is not None:
-            copied = entries_to_copy(self._hf_names, self._reference, self.base_dir)
+            copied = entries_to_copy(self._hf_names, self._reference, self.base_model)
             self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
             self._hf_names = [entry.hf_name for entry in entries]
         around = entries_around(self.whole, self._path, specs, dtype)
@@ -220,9 +220,9 @@ class HuggingFaceExporter(Exporter):
         head = output_embedding(self._reference)
         warnings = hf_assets.compare_vocabulary(tokenizer, rows, None if head is None else head.shape[0], self)
         warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
-        warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
+        warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_model)
         if self._missing is None:  # reading the headers of a large base takes a second
-            self._missing = warn_of_missing([*self._names], self._hf_names, self._reference, self.base_dir)
+            self._missing = warn_of_missing([*self._names], self._hf_names, self._reference, self.base_model)
         return warnings + self._missing
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -278,7 +278,7 @@ class HuggingFaceExporter(Exporter):
         # (`modules_to_save`), not the model's own first parameter, whose dtype `model.dtype` is
         codes = [spec.dtype for spec in own.values() if is_float(spec.dtype)] if self._adapters else []
         written = TORCH_DTYPES[codes[0]] if codes else self._model.dtype
-        return hf_assets.exported_config(self._model, dtype, self.base_dir, written)
+        return hf_assets.exported_config(self._model, dtype, self.base_model, written)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""

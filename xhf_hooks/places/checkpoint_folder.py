@@ -333,10 +333,12 @@ class CheckpointFolder:
         """Give a complete save the name of the newest one, or one of its own if foreign files have that name.
 
         Args:
-            occupant: What had the name when the manifest was made. It is read again only if that has changed.
+            occupant: What had the name when the manifest was made. It is read again only if that has changed, or if
+                the name was not ours to use: perhaps it is by now, or it could not be read for a moment.
         """
         now = look_up(self.path)
-        if now is None or occupant.status is None or not os.path.samestat(now, occupant.status):
+        is_same = now is not None and occupant.status is not None and os.path.samestat(now, occupant.status)
+        if not is_same or occupant.problem:
             occupant = self._look_at_newest()
         replaced, retention, self._committed = None, self.retention, self.path
         if occupant.problem:  # for example, a user has removed the manifest; that is no reason to lose a finished save

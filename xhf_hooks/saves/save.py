@@ -346,7 +346,7 @@ class Save:
             target.require_disk_space(saver.plan.nbytes)
             self._warnings += saver.write_hf_assets(staging)
             if saver.options.model_card:
-                write_model_card(staging, saver.planned.exporter.base_dir, self._step)
+                write_model_card(staging, saver.planned.exporter.base_model, self._step)
             return staging.name, saver.writer.create(saver.plan, staging)
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
