@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -51,25 +51,26 @@ _NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'con
 _CONFIGS = ('config.json', 'adapter_config.json')
 
 
-class LocatedBase(str):
-    """A base model's name, as the user gave it, plus what was found under it.
-
-    A string, so that messages, paths and ``from_pretrained`` use the name as it was given.
+@dataclass(eq=False)
+class LocatedBase:
+    """A base model: its name, as the user gave it, and what was found under it.
 
     Attributes:
+        name: A path, or the id of a repository on the Hub; '' if it is unknown.
         folder: The absolute path of its folder, in the hub cache if the name is a Hub id; None if none was found.
         is_path: False if the name is a Hub id that was found in the cache. True for a path, and for any name that was
             not found, since nothing tells a path from the Hub id of a base that is not in the cache.
         n_tokens: The number of tokens of its tokenizer; None before the first question.
-        contents: Cache: file name to its bytes, and whether the file resolves to inside the base's folder or hub cache.
-        code: Cache: results of :func:`read_base_code`, by the modules that were asked for.
     """
 
-    folder: Path | None
-    is_path: bool
-    n_tokens: int | None
-    contents: dict[str, tuple[bytes, bool]]
-    code: dict[frozenset[str], tuple[dict[str, bytes], list[str]]]
+    name: str = ''
+    folder: Path | None = None
+    is_path: bool = False
+    n_tokens: int | None = None
+    #: Files that were read: by name, the bytes, and whether the file lies in the base's folder or hub cache.
+    _contents: dict[str, tuple[bytes, bool]] = field(default_factory=dict, repr=False)
+    #: Results of :meth:`read_code`, by the modules that were asked for.
+    _code: dict[frozenset[str], tuple[dict[str, bytes], list[str]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def locate(cls, name: str) -> LocatedBase:
@@ -78,15 +79,102 @@ class LocatedBase(str):
         A relative path is looked for in the working folder, then in those above it and in the one in which the process
         was started: the model may have been loaded before the run went elsewhere.
         """
-        found = cls(name)
-        folder = base_folder(name)
-        found.is_path = bool(name) and (folder is None or Path(name).is_dir())
-        if folder is None and found.is_path:
+        folder = find_base_folder(name)
+        is_path = bool(name) and (folder is None or Path(name).is_dir())
+        if folder is None and is_path:
             elsewhere = (one for one in _elsewhere(name) if any((one / config).is_file() for config in _CONFIGS))
             folder = next(elsewhere, None)
-        found.folder = None if folder is None else folder.absolute()
-        found.n_tokens, found.contents, found.code = None, {}, {}
+        return cls(name, None if folder is None else folder.absolute(), is_path)
+
+    def loadable_name(self) -> str:
+        """Its name; or its absolute folder, if the name is a relative path and the process has changed its folder."""
+        if not self.is_path or self.folder is None:
+            return self.name
+        with suppress(OSError):
+            if os.path.samefile(self.name, self.folder):
+                return self.name
+        return str(self.folder)
+
+    def find_file(self, name: str) -> Path | None:
+        """One of its files; None if it has none of this name."""
+        return self.folder / name if self.folder is not None and (self.folder / name).is_file() else None
+
+    def has_file(self, name: str) -> bool:
+        """Whether it has a file of this name, or had one when it was read earlier."""
+        return self.find_file(name) is not None or name in self._contents
+
+    def names_below(self, path: str) -> list[str]:
+        """The files in a folder of the base, or those of it that were read before the base was gone."""
+        found = [] if self.folder is None else sorted(one for one in self.folder.glob(f'{path}/*') if one.is_file())
+        was_read = (name for name in self._contents if name.startswith(f'{path}/'))
+        return [f'{path}/{one.name}' for one in found] or [*was_read]
+
+    def read_file(self, name: str) -> bytes | None:
+        """The content of a file, as it was read earlier if the file is gone; None if there was no such file."""
+        return self._read(name)[0]
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The content of a JSON file; {} if there is none of this name."""
+        where = f'{self.folder}/{name}'
+        try:
+            data = self.read_file(name)
+        except OSError as error:
+            raise DamagedError(f'{where}: cannot be read ({error_text(error)})') from None
+        return {} if data is None else strict_json.parse(data, where)
+
+    def read_files(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Those of the files that the base has: in its folder, or linked from a snapshot to the blobs of the hub cache.
+
+        Args:
+            names: Paths in the base. Files of the base may name them, so those that lead out of it are left out.
+        """
+        found = {}
+        for name in names:
+            if not Path(name).is_absolute() and '..' not in Path(name).parts:
+                content, is_inside = self._read(name)
+                if content is not None and is_inside:
+                    found[name] = content
         return found
+
+    def read_code(self, settings: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+        """The Python files that settings name, with the files that these import and name; and missing ones.
+
+        Nothing is executed. Code of another repository (``org/name--module.Class``) is left out.
+
+        Args:
+            settings: Files, of which those like config.json may name code in their field ``auto_map``.
+        """
+        from transformers.dynamic_module_utils import get_relative_imports
+
+        folder, wanted = self.folder, modules_named_by(settings)
+        asked_for = frozenset(wanted)
+        if asked_for in self._code and not all(self.find_file(name) for name in self._code[asked_for][0]):
+            return self._code[asked_for]  # the base is gone
+        found: dict[str, bytes] = {}
+        missing = set()
+        while wanted:
+            name = wanted.pop()
+            code = self.read_files((name,))
+            if folder is None or not code:
+                missing.add(name)
+                continue
+            found.update(code)
+            imported = {f'{module}.py' for module in get_relative_imports(folder / name)}
+            wanted |= imported - found.keys() - missing
+            names = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
+            found.update(self.read_files(each for each in names if each.encode() in code[name]))
+        self._code[asked_for] = found, sorted(missing)
+        return self._code[asked_for]
+
+    def _read(self, name: str) -> tuple[bytes | None, bool]:
+        """The content of a file, and whether it lies in the base's folder, or is linked to the hub cache."""
+        path = self.find_file(name)
+        if path is not None:
+            home = path.parent.resolve()
+            home = home.parent.parent if home.parent.name == 'snapshots' else home
+            with suppress(FileNotFoundError):  # the base is being removed
+                self._contents[name] = path.read_bytes(), path.resolve().is_relative_to(home)
+        return self._contents.get(name, (None, False))
 
 
 #: The base of each live model, part of a model and tokenizer, with the name that its config has for it. This cannot be
@@ -129,7 +217,7 @@ def base_of_model(model: nn.Module) -> LocatedBase:
 
 def _revision(model: nn.Module, name: str) -> str:
     """The name, or the folder of the revision in the cache that was loaded; '' if the revision is unknown."""
-    main, snapshots = base_folder(name), _snapshots(name)
+    main, snapshots = find_base_folder(name), _snapshots(name)
     loaded = snapshots.get(getattr(model.config, '_commit_hash', None) or '')
     if loaded is None and len(snapshots) == 1:
         (loaded,) = snapshots.values()
@@ -141,7 +229,7 @@ def _revision(model: nn.Module, name: str) -> str:
 def warn_of_revisions(model: PreTrainedModel) -> list[str]:
     """A warning if the model's base has a name, but the revision is unknown."""
     name = getattr(model.config, '_name_or_path', '') or ''
-    if not name or base_of_model(model):
+    if not name or base_of_model(model).name:
         return []
     return [
         f'the cache has several revisions of {name}, whose files differ, and transformers does not say which one the '
@@ -184,20 +272,18 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
 
 
-def base_folder(base: LocatedBase | str) -> Path | None:
+def find_base_folder(name: str) -> Path | None:
     """The folder of a base model, given as a folder or as its name in the local hub cache; None if there is none."""
-    if isinstance(base, LocatedBase):
-        return base.folder
-    if not base:
+    if not name:
         return None
-    if Path(base).is_dir():
-        return Path(base)
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 
-    for name in ('config.json', 'adapter_config.json', *TOKENIZER_FILES, *PROCESSOR_FILES):
+    for file in ('config.json', 'adapter_config.json', *TOKENIZER_FILES, *PROCESSOR_FILES):
         try:
-            cached = try_to_load_from_cache(base, name)
+            cached = try_to_load_from_cache(name, file)
         except HFValidationError:  # not a valid hub name
             return None
         if isinstance(cached, str):
@@ -205,111 +291,10 @@ def base_folder(base: LocatedBase | str) -> Path | None:
     return None
 
 
-def loadable_base(base: LocatedBase | str) -> str:
-    """Its name; or its absolute folder, if the name is a relative path and the process has changed its folder."""
-    if not isinstance(base, LocatedBase) or not base.is_path or base.folder is None:
-        return base
-    with suppress(OSError):
-        if os.path.samefile(base, base.folder):
-            return str(base)
-    return str(base.folder)
-
-
-def base_file(base: LocatedBase | str, name: str) -> Path | None:
-    """A file of the base model; None if it has none of this name."""
-    folder = base_folder(base)
-    return folder / name if folder is not None and (folder / name).is_file() else None
-
-
-def has_base_file(base: LocatedBase | str, name: str) -> bool:
-    """Whether the base model has a file of this name, or had one when it was read earlier."""
-    return base_file(base, name) is not None or (isinstance(base, LocatedBase) and name in base.contents)
-
-
-def names_below(base: LocatedBase | str, path: str) -> list[str]:
-    """The files in a folder of the base model, or those of it that were read before the base was gone."""
-    folder = base_folder(base)
-    found = [] if folder is None else sorted(one for one in folder.glob(f'{path}/*') if one.is_file())
-    known = base.contents if isinstance(base, LocatedBase) else ()
-    return [f'{path}/{one.name}' for one in found] or [name for name in known if name.startswith(f'{path}/')]
-
-
-def read_base_file(base: LocatedBase | str, name: str) -> bytes | None:
-    """The content of a file of the base model, from the cache if the file is gone; None if there was no such file."""
-    return _read(base, name)[0]
-
-
-def _read(base: LocatedBase | str, name: str) -> tuple[bytes | None, bool]:
-    """The content of a file of the base, and whether it lies in the base's folder, or is linked to the hub cache."""
-    path, found = base_file(base, name), None
-    if path is not None:
-        home = path.parent.resolve()
-        home = home.parent.parent if home.parent.name == 'snapshots' else home
-        with suppress(FileNotFoundError):  # the base is being removed
-            found = path.read_bytes(), path.resolve().is_relative_to(home)
-    if isinstance(base, LocatedBase):
-        if found is None:
-            return base.contents.get(name, (None, False))
-        base.contents[name] = found
-    return found or (None, False)
-
-
-def base_json(base: LocatedBase | str, name: str) -> dict[str, Any]:
-    """The content of a JSON file of the base model; {} if it has none of this name."""
-    where = f'{base_folder(base)}/{name}'
-    try:
-        data = read_base_file(base, name)
-    except OSError as error:
-        raise DamagedError(f'{where}: cannot be read ({error_text(error)})') from None
-    return {} if data is None else strict_json.parse(data, where)
-
-
-def read_base_files(base: LocatedBase | str, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of the files that the base has: in its folder, or linked from a snapshot to the blobs of the hub cache.
-
-    Args:
-        names: Paths in the base. Files of the base may name them, so those that lead out of it are left out.
-    """
-    found = {}
-    for name in names:
-        if not Path(name).is_absolute() and '..' not in Path(name).parts:
-            content, is_inside = _read(base, name)
-            if content is not None and is_inside:
-                found[name] = content
-    return found
-
-
-def read_base_code(base: LocatedBase | str, settings: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
-    """The Python files of the base that settings name, with the files that these import and name; and missing ones.
-
-    Nothing is executed. Code of another repository (``org/name--module.Class``) is left out.
-
-    Args:
-        settings: Files, of which those like config.json may name code in their field ``auto_map``.
-    """
-    from transformers.dynamic_module_utils import get_relative_imports
-
-    folder = base_folder(base)
-    wanted = modules_named_by(settings)
-    known = base.code if isinstance(base, LocatedBase) else {}
-    asked_for = frozenset(wanted)
-    if asked_for in known and not all(base_file(base, name) for name in known[asked_for][0]):
-        return known[asked_for]  # the base is gone
-    found: dict[str, bytes] = {}
-    missing = set()
-    while wanted:
-        name = wanted.pop()
-        code = read_base_files(base, (name,))
-        if folder is None or not code:
-            missing.add(name)
-            continue
-        found.update(code)
-        imported = {f'{module}.py' for module in get_relative_imports(folder / name)}
-        wanted |= imported - found.keys() - missing
-        names = [path.name for path in folder.iterdir() if not path.name.endswith(_NOT_READ_BY_CODE)]
-        found.update(read_base_files(base, (each for each in names if each.encode() in code[name])))
-    known[asked_for] = found, sorted(missing)
-    return known[asked_for]
+def find_base_file(name: str, file: str) -> Path | None:
+    """A file of a base model, given as for :func:`find_base_folder`; None if it has none of this name."""
+    folder = find_base_folder(name)
+    return folder / file if folder is not None and (folder / file).is_file() else None
 
 
 def modules_named_by(settings: Mapping[str, bytes]) -> set[str]:
@@ -333,17 +318,18 @@ class CopiedTokenizer:
     """A tokenizer or processor whose files are copied: it has code that must not run, or cannot be loaded here.
 
     Args:
+        base: The base model that has the files.
         reason: Why, for the log.
     """
 
-    def __init__(self, folder: str, reason: str) -> None:
-        self._folder = folder
+    def __init__(self, base: LocatedBase, reason: str) -> None:
+        self._base = base
         self.reason = reason
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files, and the code that they name."""
-        files = read_base_files(self._folder, (*TOKENIZER_FILES, *MORE_TOKENIZER_FILES, *PROCESSOR_FILES))
-        code, _ = read_base_code(self._folder, files)
+        files = self._base.read_files((*TOKENIZER_FILES, *MORE_TOKENIZER_FILES, *PROCESSOR_FILES))
+        code, _ = self._base.read_code(files)
         for name, content in {**code, **files}.items():
             Path(folder, name).write_bytes(content)
 
@@ -360,38 +346,38 @@ class PartAndTokenizer:
     tokenizer: Any
 
 
-def load_tokenizer(base: LocatedBase | str, *, trust_remote_code: bool, **options: Any) -> Any | None:
+def load_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any) -> Any | None:
     """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
-    if not any(base_file(base, name) for name in TOKENIZER_FILES):
+    if not any(base.find_file(name) for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
     options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    return AutoTokenizer.from_pretrained(loadable_base(base), **options)
+    return AutoTokenizer.from_pretrained(base.loadable_name(), **options)
 
 
-def load_or_copy_tokenizer(base: LocatedBase | str, *, trust_remote_code: bool, **options: Any) -> Any | None:
+def load_or_copy_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any) -> Any | None:
     """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
     try:
         return load_tokenizer(base, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
-        settings = read_base_files(base, ('tokenizer_config.json',))
+        settings = base.read_files(('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
             return CopiedTokenizer(base, 'it has code of its own, which is not run')
-        if any(base_file(base, name) for name in _TRANSFORMERS_TOKENIZER_FILES):
+        if any(base.find_file(name) for name in _TRANSFORMERS_TOKENIZER_FILES):
             raise
         return CopiedTokenizer(base, f'it cannot be loaded here: {error_text(error)}')
 
 
-def load_processor(base: LocatedBase | str, *, trust_remote_code: bool) -> Any | None:
+def load_processor(base: LocatedBase, *, trust_remote_code: bool) -> Any | None:
     """The base's processor, or its image processor or the like; None if it has none or it cannot be loaded here."""
-    if not any(base_file(base, name) for name in PROCESSOR_FILES):
+    if not any(base.find_file(name) for name in PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor
 
     options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
     try:
-        processor = AutoProcessor.from_pretrained(loadable_base(base), **options)
+        processor = AutoProcessor.from_pretrained(base.loadable_name(), **options)
     except Exception:  # of any type: custom code that is not trusted, or a package that is missing here
         return None
     # The tokenizer in it keeps this option in transformers 4.36, and would save it

@@ -26,6 +26,7 @@ from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
+from xhf_hooks.saves import save
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.writers.output_file import OutputFile
 from xhf_hooks.writers.writer import Writer
@@ -136,7 +137,7 @@ def call_again(root: Path) -> list[Any]:
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
-    for owner, name in ((Saver, '__init__'), (Saver, '_plan'), (Saver, 'save'), (Writer, 'finish')):
+    for owner, name in ((Saver, 'prepare'), (save, 'plan_saves'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=interrupt_all):
             told.append('KeyboardInterrupt' in raised_by(lambda: save_hf(model, folder)))
         dist.barrier()

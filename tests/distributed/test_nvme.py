@@ -50,9 +50,13 @@ def build_engine(name: str, root: Path) -> Any:
     return zero_engine(model, 3, sub_group_size=3_000_000, **lean, **zero)
 
 
-def save_folder(model: Any, folder: Path, **how: Any) -> None:
-    """With buckets that are small for this model; the default is for models that are a thousandth of it."""
-    engines.save_folder(model, folder, **{'bucket_size': BUCKET_SIZE, **how})
+def save_folder(model: Any, folder: Path, **how: Any) -> int:
+    """With buckets that are small for this model; the default is for models that are a thousandth of it.
+
+    Returns the number of tensors that were gathered, not saved in slices.
+    """
+    plan, _ = engines.save_folder(model, folder, **{'bucket_size': BUCKET_SIZE, **how})
+    return len(plan.gathered)
 
 
 def count_on_nvme(engine: Any) -> dict[str, int]:
@@ -72,8 +76,8 @@ def train_and_save(name: str, root: Path) -> tuple[dict[str, int], list[str]]:
     save_folder(engine.module, root / name / 'masters before training', dtype='float32')
     train_one_step(engine)
     found = count_on_nvme(engine)
-    for way, how in WAYS.items():
-        save_folder(engine.module, root / name / way, **how)
+    gathered = {way: save_folder(engine.module, root / name / way, **how) for way, how in WAYS.items()}
+    assert {way for way, number in gathered.items() if number} == {way for way in WAYS if 'gather' in way}
     assert count_on_nvme(engine) == found
     errors = lose_a_swap_file(engine, root / 'lost') if found['parameters'] else []
     train_one_step(engine)

@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.ranks.launch import REPO_ROOT
-from xhf_hooks.base_files import load_tokenizer
+from xhf_hooks.base_files import LocatedBase, load_tokenizer
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.sources import source_for
@@ -86,7 +86,7 @@ def saved(tmp_path_factory):
         model.config.save_pretrained(at)
         for kind in ('same', 'changed', 'scratch'):
             folder = root / f'{name}-{kind}'
-            tokenizer = load_tokenizer(str(at), trust_remote_code=False)
+            tokenizer = load_tokenizer(LocatedBase.locate(str(at)), trust_remote_code=False)
             tokenizer = tokenizer if kind == 'same' else changed(tokenizer)
             model.config._name_or_path = '' if kind == 'scratch' else str(at)
             if kind == 'scratch':
@@ -112,7 +112,7 @@ def processors(saved, tmp_path_factory):
             processor.image_processor.image_mean = [0.9, 0.8, 0.7]
         for _ in range(2):  # the second time from memory
             (root / kind).mkdir(exist_ok=True)
-            assert write_tokenizer(root / kind, processor, '') == []
+            assert write_tokenizer(root / kind, processor, LocatedBase()) == []
         made[kind] = processor
     return base, root, made
 
@@ -194,6 +194,11 @@ def test_a_link_out_of_the_base_is_not_followed(saved, tmp_path):
     (linked / 'special_tokens_map.json').unlink()
     (linked / 'special_tokens_map.json').symlink_to(Path('tokenizer_config.json'))  # its own
     (tmp_path / 'out').mkdir()
-    assert write_tokenizer(tmp_path / 'out', load_tokenizer(str(linked), trust_remote_code=False), '') == []
+    assert (
+        write_tokenizer(
+            tmp_path / 'out', load_tokenizer(LocatedBase.locate(str(linked)), trust_remote_code=False), LocatedBase()
+        )
+        == []
+    )
     assert not (tmp_path / 'out' / 'vocab.txt').exists()
     assert (tmp_path / 'out' / 'special_tokens_map.json').read_bytes() == (base / 'tokenizer_config.json').read_bytes()

@@ -26,14 +26,12 @@ from xhf_hooks.base_files import (
     PROCESSOR_FILES,
     VOCABULARY_FILES,
     CopiedTokenizer,
+    LocatedBase,
     PartAndTokenizer,
     base_of,
-    has_base_file,
     load_tokenizer,
-    loadable_base,
-    read_base_files,
 )
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 
 CONFIG = 'tokenizer_config.json'
 JSON = 'tokenizer.json'
@@ -67,11 +65,11 @@ _Files = dict[str, bytes]
 _WRITTEN: WeakKeyDictionary[Any, tuple[Any, tuple[_Files, list[str]]]] = WeakKeyDictionary()
 
 
-def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
+def write_tokenizer(folder: Path, tokenizer: Any, base_model: LocatedBase) -> list[str]:
     """Write the tokenizer or processor, beside config.json if there is one, and return warnings. Runs on: rank 0.
 
     Args:
-        base_dir: Folder or hub name of the base model, used if the tokenizer does not know where it came from.
+        base_model: The base of the model, used if the tokenizer does not know where it came from.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -80,20 +78,20 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
         return []
     if isinstance(tokenizer, PartAndTokenizer):
         tokenizer.part.save_pretrained(folder)
-        return write_tokenizer(folder, tokenizer.tokenizer, base_dir)
+        return write_tokenizer(folder, tokenizer.tokenizer, base_model)
     own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else getattr(tokenizer, 'tokenizer', None)
     if not isinstance(own, PreTrainedTokenizerBase) or _is_custom(tokenizer) or _is_custom(own):
-        files = _with_truncation_of_base(_saved(tokenizer, folder), _base_of(own, base_dir))
-        _put(_with_older_files(files, {}, base_dir), folder)  # an image processor, or custom code
+        files = _with_truncation_of_base(_saved(tokenizer, folder), _base_of(own, base_model))
+        _put(_with_older_files(files, {}, base_model), folder)  # an image processor, or custom code
         return []
-    key = base_dir, _saved(tokenizer, folder)
+    key = base_model.name, _saved(tokenizer, folder)
     known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
     if known != key:
         saved = _saved(own, folder)
         beside = {path.name: path.read_bytes() for path in folder.glob('config.json')}
-        files, warnings = _chosen(own, saved, base_dir, beside, folder)
+        files, warnings = _chosen(own, saved, base_model, beside, folder)
         if own is not tokenizer:
-            files = {**files, **_of_processor(own, _besides(key[1], saved), base_dir, folder)}
+            files = {**files, **_of_processor(own, _besides(key[1], saved), base_model, folder)}
         written = files, warnings
         _WRITTEN[tokenizer] = key, written
     files, warnings = written
@@ -101,7 +99,9 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_dir: str) -> list[str]:
     return warnings
 
 
-def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder: Path) -> tuple[_Files, list[str]]:
+def _chosen(
+    tokenizer: Any, saved: _Files, base_model: LocatedBase, beside: _Files, folder: Path
+) -> tuple[_Files, list[str]]:
     """The first form from which the same tokenizer is loaded, and warnings.
 
     Args:
@@ -114,28 +114,28 @@ def _chosen(tokenizer: Any, saved: _Files, base_dir: str, beside: _Files, folder
     def is_proven(form: _Files) -> bool:
         with _temporary(folder) as temporary:
             _put({**form, **beside}, temporary)
-            return _same(_saved_again(str(temporary), folder), saved)
+            return _same(_saved_again(LocatedBase.locate(str(temporary)), folder), saved)
 
-    base_dir = _base_of(tokenizer, base_dir)
-    base = _saved_again(base_dir, folder)
+    base_model = _base_of(tokenizer, base_model)
+    base = _saved_again(base_model, folder)
     if base is not None and _same(base, saved):
-        copied = read_base_files(base_dir, (*base, *_OTHERS, *_vocabularies(tokenizer)))
+        copied = base_model.read_files((*base, *_OTHERS, *_vocabularies(tokenizer)))
         if is_proven(copied):
             return copied, []
-    as_saved = _with_truncation_of_base(saved, base_dir)
+    as_saved = _with_truncation_of_base(saved, base_model)
     if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
         return as_saved, []
-    forms = [_in_words_of_base(tokenizer, saved, {}, '')]
+    forms = [_in_words_of_base(tokenizer, saved, {}, LocatedBase())]
     if base is not None:
-        forms.insert(0, _in_words_of_base(tokenizer, saved, base, base_dir))
-    for form in (_with_truncation_of_base(form, base_dir) for form in forms):
+        forms.insert(0, _in_words_of_base(tokenizer, saved, base, base_model))
+    for form in (_with_truncation_of_base(form, base_model) for form in forms):
         if form == as_saved or is_proven(form):
             return form, []
     needed = json.loads(saved[CONFIG])['tokenizer_class']
     return as_saved, [f'transformers 4 may not read the tokenizer: it needs the class {needed}']
 
 
-def _of_processor(tokenizer: Any, files: _Files, base_dir: str, folder: Path) -> _Files:
+def _of_processor(tokenizer: Any, files: _Files, base_model: LocatedBase, folder: Path) -> _Files:
     """A processor's files besides its tokenizer's: those of its base, if it was not changed.
 
     Where it was, and the base has the files that transformers 4 reads and 5 no longer writes, they get what changed.
@@ -143,18 +143,18 @@ def _of_processor(tokenizer: Any, files: _Files, base_dir: str, folder: Path) ->
     from transformers import AutoProcessor
 
     home = base_of(tokenizer, tokenizer.name_or_path)
-    base_dir = home if any(has_base_file(home, name) for name in _OF_PROCESSOR) else base_dir
+    base_model = home if any(home.has_file(name) for name in _OF_PROCESSOR) else base_model
     base = None
     with contextlib.suppress(Exception):  # any failure counts as another processor
-        base = AutoProcessor.from_pretrained(loadable_base(base_dir), local_files_only=True)
+        base = AutoProcessor.from_pretrained(base_model.loadable_name(), local_files_only=True)
     if base is None or _is_custom(base):
-        return _with_older_files(files, {}, base_dir)
+        return _with_older_files(files, {}, base_model)
     saved, own = (_saved_if_it_can(one, folder) for one in (base, getattr(base, 'tokenizer', None)))
     before = _besides(saved, own) if saved is not None and own is not None else {}
-    return read_base_files(base_dir, _OF_PROCESSOR) if before == files else _with_older_files(files, before, base_dir)
+    return base_model.read_files(_OF_PROCESSOR) if before == files else _with_older_files(files, before, base_model)
 
 
-def _with_older_files(files: _Files, before: _Files, base_dir: str) -> _Files:
+def _with_older_files(files: _Files, before: _Files, base_model: LocatedBase) -> _Files:
     """The files of a processor, with its parts in files of their own where its base has these, as transformers 4 has.
 
     They are the base's with the fields that changed. transformers 4.48 cannot read them in processor_config.json.
@@ -166,7 +166,7 @@ def _with_older_files(files: _Files, before: _Files, base_dir: str) -> _Files:
     older = {}
     for name, parts in _PARTS.items():
         part = next((part for part in parts if part in now), None)
-        found = read_base_files(base_dir, (name,)) if name not in files else {}
+        found = base_model.read_files((name,)) if name not in files else {}
         if part is None or not found:
             continue
         known, fields = then.get(part, {}), now.pop(part)
@@ -186,12 +186,12 @@ def _besides(of_processor: _Files, of_tokenizer: _Files) -> _Files:
     return {name: data for name, data in of_processor.items() if name not in of_tokenizer or name == JINJA}
 
 
-def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_dir: str) -> _Files:
+def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_model: LocatedBase) -> _Files:
     """The base's tokenizer_config.json with the fields that changed, and its vocabulary if that did not change.
 
     Without a base, what the tokenizer saves, in words of transformers 4.
     """
-    base = json.loads(read_base_files(base_dir, (CONFIG,)).get(CONFIG, b'{}'))
+    base = json.loads(base_model.read_files((CONFIG,)).get(CONFIG, b'{}'))
     now, before = json.loads(saved[CONFIG]), json.loads(base_saved.get(CONFIG, b'{}'))
     kept = {name: value for name, value in base.items() if name in now or name not in before}
     changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
@@ -207,31 +207,31 @@ def _in_words_of_base(tokenizer: Any, saved: _Files, base_saved: _Files, base_di
     if _DECODER in base:
         tokens = tokenizer.added_tokens_decoder.items()
         kept[_DECODER] = {str(token_id): token.__getstate__() for token_id, token in tokens}
-    result = _without({**kept, **special, **changed}, 'chat_template') | _template(tokenizer, base, base_dir)
+    result = _without({**kept, **special, **changed}, 'chat_template') | _template(tokenizer, base, base_model)
     if result.get('tokenizer_class') == 'TokenizersBackend':  # its name since transformers 5
         result['tokenizer_class'] = 'PreTrainedTokenizerFast'
     if isinstance(result.get(_EXTRA), list):  # transformers 4 expects a dict, of names
         result[_ADDITIONAL] = result.pop(_EXTRA)
     form = {**saved, CONFIG: _json_bytes(result)}
     if _json_part(saved, 'model') == _json_part(base_saved, 'model'):
-        form = {**read_base_files(base_dir, _vocabularies(tokenizer)), **form}
+        form = {**base_model.read_files(_vocabularies(tokenizer)), **form}
     return form
 
 
-def _template(tokenizer: Any, beside: Mapping[str, Any], base_dir: str) -> dict[str, Any]:
+def _template(tokenizer: Any, beside: Mapping[str, Any], base_model: LocatedBase) -> dict[str, Any]:
     """The field ``chat_template``, unless the base has the template only in a file of its own."""
     template = tokenizer.chat_template
-    if not template or ('chat_template' not in beside and has_base_file(base_dir, JINJA)):
+    if not template or ('chat_template' not in beside and base_model.has_file(JINJA)):
         return {}
     several = isinstance(template, dict)
     return {'chat_template': [{'name': n, 'template': t} for n, t in template.items()] if several else template}
 
 
-def _base_of(tokenizer: Any | None, base_dir: str) -> str:
+def _base_of(tokenizer: Any | None, base_model: LocatedBase) -> LocatedBase:
     """The base that the tokenizer was loaded from, if that has a tokenizer; else the base of the model."""
     name = getattr(tokenizer, 'name_or_path', None)
-    own = base_of(tokenizer, name) if isinstance(name, str) else ''
-    return own if has_base_file(own, CONFIG) else base_dir
+    own = base_of(tokenizer, name) if isinstance(name, str) else LocatedBase()
+    return own if own.has_file(CONFIG) else base_model
 
 
 def _without_truncation(tokenizer_json: bytes) -> bytes:
@@ -239,9 +239,9 @@ def _without_truncation(tokenizer_json: bytes) -> bytes:
     return _OF_CALLS.sub(rb'null\1null', tokenizer_json, count=1)
 
 
-def _with_truncation_of_base(saved: _Files, base_dir: str) -> _Files:
+def _with_truncation_of_base(saved: _Files, base_model: LocatedBase) -> _Files:
     """The files, as :func:`_saved` returns them, with the truncation and padding of the base's tokenizer.json."""
-    base = json.loads(read_base_files(base_dir, (JSON,)).get(JSON, b'{}'))
+    base = json.loads(base_model.read_files((JSON,)).get(JSON, b'{}'))
     if JSON not in saved or not (base.get('truncation') or base.get('padding')):
         return saved
     truncation, padding = (
@@ -271,7 +271,7 @@ def _is_custom(tokenizer: Any) -> bool:
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
     """A temporary folder where the save goes, which needs room there anyway: other places may be full."""
-    with tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as name, naming(Path(name)):
+    with tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as name, errors_naming(Path(name)):
         yield Path(name)
 
 
@@ -300,10 +300,10 @@ def _saved_if_it_can(other: Any | None, folder: Path) -> _Files | None:
     return None
 
 
-def _saved_again(base_dir: str, folder: Path) -> _Files | None:
+def _saved_again(base_model: LocatedBase, folder: Path) -> _Files | None:
     """The files that the base's tokenizer saves, for a comparison: a failure counts as another tokenizer."""
     try:
-        loaded = load_tokenizer(base_dir, trust_remote_code=False)
+        loaded = load_tokenizer(base_model, trust_remote_code=False)
     except Exception:  # of any type, from a tokenizer library that reads damaged or unknown files
         return None
     return None if loaded is None or _is_custom(loaded) else _saved_if_it_can(loaded, folder)

@@ -45,7 +45,7 @@ from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources.checkpoint import CheckpointSource
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.sources.stored_tensors import StoredTensor
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 from xhf_hooks.writers.tally import warn_of_non_finite
 
 
@@ -267,13 +267,13 @@ class Conversion:
         try:
             staging = target.open_staging()
             target.require_disk_space(plan.nbytes)
-            with naming(target.path):
+            with errors_naming(target.path):
                 notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
                 if options.model_card:
-                    write_model_card(staging, self._exporter.base_dir, self.step)
+                    write_model_card(staging, self._exporter.base_model, self.step)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
             tensors = tally.written()
-            with naming(target.path):
+            with errors_naming(target.path):
                 save = WrittenSave(plan, tensors, self.step, self._manifest_fields())
                 target.commit(save, options.verify)
         finally:  # including signals

@@ -29,7 +29,7 @@ class PlannedOutputs:
         return sum(self._tensors[spec.name].read_nbytes(spec.from_master) for spec in self.plan.reads)
 
     def read_into(self, group: Group, placement: Placement, start: int, out: torch.Tensor) -> None:
-        """Cast elements of an output of a group of ``plan.sliced`` into ``out``, from ``start`` on."""
+        """Cast elements of an output of a group of ``plan.in_place`` into ``out``, from ``start`` on."""
         (spec,) = group.reads
         self._tensors[spec.name].read_into(placement.source_range.start + start, out, from_master=spec.from_master)
 

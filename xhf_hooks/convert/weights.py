@@ -98,7 +98,7 @@ def _jobs(
         yield partial(write_copy, copied)
     for group in outputs.plan.gathered:
         yield partial(write_group, group)
-    for group in outputs.plan.sliced:
+    for group in outputs.plan.in_place:
         for placement in group.placements:
             for start, end in cuts(placement.nbytes, placement.offset, PART_NBYTES):
                 yield partial(write_part, group, placement, start, end)

@@ -57,7 +57,7 @@ def exporter_for(model: nn.Module, module: str | None, carry_base: str | None = 
     exporter = chosen(model, module, **given)
     exporter.tokenizer_of_model = _tokenizer_of(model)
     exporter.whole = model
-    if carry_base is not None and not exporter.is_complete:
+    if carry_base is not None and not exporter.writes_whole_model:
         reason = f'None, because {chosen.__name__} writes no complete model here, such as an adapter alone'
         raise OptionError('carry_base', reason, carry_base)
     exporter.carry_base = carry_base

@@ -33,7 +33,8 @@ class Exporter(ABC):
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
         left_out_trained: The left-out tensors that training changes, as of the last :meth:`look_for_left_out`.
-        is_complete: Whether it writes a complete model of transformers, perhaps among other parts.
+        writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
+            parts.
         carry_base: The option. Set by ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         whole: The trained model, which may have more around what is exported. Set by ``exporter_for``.
@@ -48,7 +49,7 @@ class Exporter(ABC):
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
     left_out_trained: tuple[str, ...] = ()
-    is_complete: bool = False
+    writes_whole_model: bool = False
     carry_base: str | None = None
     tokenizer_of_model: Any | None = None
     whole: nn.Module | None = None
@@ -99,9 +100,9 @@ class Exporter(ABC):
         return False
 
     @property
-    def base_dir(self) -> LocatedBase:
-        """Folder or hub name that the model was loaded from; '' if unknown."""
-        return LocatedBase.locate('') if self._model is None else base_of_model(self._model)
+    def base_model(self) -> LocatedBase:
+        """The base that the model was loaded from."""
+        return LocatedBase() if self._model is None else base_of_model(self._model)
 
     def warn_of_revisions(self) -> list[str]:
         """A warning if it is unknown which revision of the base the model was loaded from. Runs on: rank 0."""
@@ -123,12 +124,12 @@ class Exporter(ABC):
 
         Runs on: rank 0.
         """
-        return load_or_copy_tokenizer(self.base_dir, trust_remote_code=self.trusts_code)
+        return load_or_copy_tokenizer(self.base_model, trust_remote_code=self.trusts_code)
 
     @property
     def n_base_tokens(self) -> int:
         """The number of tokens of :meth:`base_tokenizer`; 0 if there is none, or it is not loaded. Runs on: rank 0."""
-        base = self.base_dir
+        base = self.base_model
         if base.n_tokens is None:
             tokenizer = self.base_tokenizer()
             base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)
@@ -170,8 +171,8 @@ class CompositeExporter(Exporter):
         return entries
 
     @property
-    def is_complete(self) -> bool:  # type: ignore[override]
-        return any(part.is_complete for part in self.parts.values())
+    def writes_whole_model(self) -> bool:  # type: ignore[override]
+        return any(part.writes_whole_model for part in self.parts.values())
 
     def is_outdated(self) -> bool:
         return any(part.is_outdated() for part in self.parts.values())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xhf_hooks.base_files import base_folder, base_json
+from xhf_hooks.base_files import LocatedBase
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.format.index import weight_files
@@ -29,7 +29,7 @@ class BaseDtypes:
         of_model: The dtype in its config.json, else ``most``.
     """
 
-    base_dir: str
+    base_name: str
     of_tensor: Mapping[str, str]
     most: str
     of_model: str
@@ -51,13 +51,13 @@ class BaseDtypes:
             if is_float(entry.dtype) and codes:
                 found[name] = codes[0]
                 if codes[0] not in _WRITABLE:
-                    raise _cannot_tell(f'{name} is quantized ({codes[0]}) in {self.base_dir}')
+                    raise _cannot_tell(f'{name} is quantized ({codes[0]}) in {self.base_name}')
         if not found:
-            raise _cannot_tell(f'{self.base_dir} has no tensor of the trained model by name')
+            raise _cannot_tell(f'{self.base_name} has no tensor of the trained model by name')
         return [replace(e, dtype=found.get(e.hf_name, self.most)) if is_float(e.dtype) else e for e in entries]
 
 
-def base_dtypes(base_dir: str) -> BaseDtypes:
+def base_dtypes(base_model: LocatedBase) -> BaseDtypes:
     """Read the headers of the base model's files, from its folder or the local hub cache. Reads no tensors.
 
     Raises:
@@ -66,24 +66,24 @@ def base_dtypes(base_dir: str) -> BaseDtypes:
     """
     of_tensor: dict[str, str] = {}
     elements: Counter[str] = Counter()
-    for path in _files(base_dir):
+    for path in _files(base_model):
         for entry in read_header(path).entries:
             of_tensor[entry.name] = entry.dtype
             if entry.dtype in _WRITABLE:
                 elements[entry.dtype] += math.prod(entry.shape)
     most = max(elements, key=elements.__getitem__, default='F32')
-    content = base_json(base_dir, 'config.json')
+    content = base_model.read_json('config.json')
     named = CODES_BY_NAME.get(str(content.get('dtype') or content.get('torch_dtype')))
-    return BaseDtypes(base_dir, of_tensor, most, named if named in _WRITABLE else most)
+    return BaseDtypes(base_model.name, of_tensor, most, named if named in _WRITABLE else most)
 
 
-def _files(base_dir: str) -> list[Path]:
-    folder = base_folder(base_dir)
+def _files(base_model: LocatedBase) -> list[Path]:
+    folder = base_model.folder
     files = [] if folder is None else weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         name = missing[0] if missing else 'model.safetensors'
-        raise _cannot_tell(f'the base model {base_dir!r} has no {name} on this machine')
+        raise _cannot_tell(f'the base model {base_model.name!r} has no {name} on this machine')
     return files
 
 

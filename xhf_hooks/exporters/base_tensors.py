@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from xhf_hooks.base_files import base_folder, base_json
+from xhf_hooks.base_files import LocatedBase
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
@@ -22,7 +22,7 @@ _MTP_FIELD = re.compile(r'^num_(nextn|mtp).*layers|^mtp_num.*layers')
 _MTP_TENSOR = re.compile(r'(^|[._])(mtp|nextn)[._]')
 
 
-def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_dir: str) -> list[ExportEntry]:
+def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_model: LocatedBase) -> list[ExportEntry]:
     """The tensors that the option ``carry_base`` copies: those of the base in modules that its class does not have.
 
     Args:
@@ -32,11 +32,11 @@ def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_dir
     Raises:
         OptionError: The base does not show which tensors these are.
     """
-    folder, kind = base_folder(base_dir), type(reference).__name__
-    classes = base_json(base_dir, 'config.json').get('architectures') or ()
-    in_base = _entries_in(base_dir)
+    folder, kind = base_model.folder, type(reference).__name__
+    classes = base_model.read_json('config.json').get('architectures') or ()
+    in_base = _entries_in(base_model)
     lacking = sorted(set(written).difference(entry.hf_name for entry in in_base))
-    named = f'the base model {base_dir!r}' if base_dir else 'the model, which names no base,'
+    named = f'the base model {base_model.name!r}' if base_model.name else 'the model, which names no base,'
     problem = None
     if folder is None or not in_base:
         problem = f'{named} has no safetensors files on this machine'
@@ -49,9 +49,9 @@ def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_dir
     return _without_modules(in_base, written, reference)
 
 
-def _entries_in(base_dir: str) -> list[ExportEntry]:
+def _entries_in(base_model: LocatedBase) -> list[ExportEntry]:
     """The tensors in the base's files, to be copied. Reads headers."""
-    folder = base_folder(base_dir)
+    folder = base_model.folder
     return [
         ExportEntry(one.name, one.shape, one.dtype, (), copied_from=StoredBytes(str(path), one.start))
         for path in ([] if folder is None else weight_files(folder))
@@ -72,7 +72,7 @@ def _without_modules(
 
 
 def warn_of_missing(
-    names: Sequence[str], written: Sequence[str], reference: PreTrainedModel, base_dir: str
+    names: Sequence[str], written: Sequence[str], reference: PreTrainedModel, base_model: LocatedBase
 ) -> list[str]:
     """A warning about what the base has, and a save lacks.
 
@@ -81,26 +81,26 @@ def warn_of_missing(
         written: Names under which it is written.
         reference: The model that ``from_pretrained`` will build.
     """
-    if announced := _missing_mtp_layers([*names, *written], base_dir):
+    if announced := _missing_mtp_layers([*names, *written], base_model):
         return announced
-    if type(reference).__name__ not in (base_json(base_dir, 'config.json').get('architectures') or ()):
+    if type(reference).__name__ not in (base_model.read_json('config.json').get('architectures') or ()):
         return []
-    in_base = _entries_in(base_dir)
+    in_base = _entries_in(base_model)
     if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
         return []
     missing = _without_modules(in_base, written, reference)
     if not missing:
         return []
     return [
-        f'{counted(len(missing), "tensor")} of the base model {base_dir!r} are not in the save, since '
+        f'{counted(len(missing), "tensor")} of the base model {base_model.name!r} are not in the save, since '
         f'{type(reference).__name__} of transformers has no modules for them: '
         f"{some([one.hf_name for one in missing])}; readers that use them need carry_base='all', which copies them"
     ]
 
 
-def _missing_mtp_layers(names: Iterable[str], base_dir: str) -> list[str]:
+def _missing_mtp_layers(names: Iterable[str], base_model: LocatedBase) -> list[str]:
     """A warning if the base announces layers for multi-token prediction, but no tensor has such a name."""
-    base = base_json(base_dir, 'config.json')
+    base = base_model.read_json('config.json')
     fields = {**base, **base.get('text_config', {})}
     announced = [name for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int and value]
     layer = f'.layers.{fields.get("num_hidden_layers")}.'

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
-    base_json,
-    has_base_file,
+    LocatedBase,
     is_remote_code,
-    names_below,
-    read_base_code,
-    read_base_file,
-    read_base_files,
 )
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
@@ -53,7 +48,7 @@ _OF_EACH_SAVE = ('architectures', 'dtype', 'torch_dtype', 'transformers_version'
 
 
 def exported_config(
-    model: PreTrainedModel, dtype: str | None, base_dir: str, trained_dtype: torch.dtype
+    model: PreTrainedModel, dtype: str | None, base_model: LocatedBase, trained_dtype: torch.dtype
 ) -> PretrainedConfig:
     """A copy of the model's config that describes the written model.
 
@@ -71,7 +66,7 @@ def exported_config(
     for part in vars(config).values() if dtype is not None else ():
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
             setattr(part, dtype_option, getattr(config, dtype_option))
-    base = base_json(base_dir, 'config.json')
+    base = base_model.read_json('config.json')
     text = text_config(config)
     _restore_use_cache(config, base)
     if text is not config:
@@ -81,12 +76,12 @@ def exported_config(
     return config
 
 
-def forget_use_cache(config: PretrainedConfig, base_dir: str) -> None:
+def forget_use_cache(config: PretrainedConfig, base_model: LocatedBase) -> None:
     """Set ``use_cache`` as in the base, in a config that Trainer saved with its own value.
 
     Trainer's own folder says nothing of the base; then it is the class's default.
     """
-    of_base = {} if (Path(base_dir) / 'trainer_state.json').is_file() else base_json(base_dir, 'config.json')
+    of_base = {} if base_model.has_file('trainer_state.json') else base_model.read_json('config.json')
     _restore_use_cache(config, of_base)
 
 
@@ -110,7 +105,7 @@ def write(
     config: PretrainedConfig,
     tokenizer: Any | None,
     eos_token_ids: Sequence[int],
-    base_dir: str,
+    base_model: LocatedBase,
 ) -> list[str]:
     """Write the files, and return warnings. Runs on: rank 0."""
     from transformers.dynamic_module_utils import custom_object_save
@@ -135,48 +130,50 @@ def write(
     if own_save is not None:
         warnings += _write_own_save(folder, model_class(model), own_save)
     if generation is not None:
-        warnings += _write_generation_config(folder, generation, eos_token_ids, base_dir)
+        warnings += _write_generation_config(folder, generation, eos_token_ids, base_model)
     if tokenizer is not None:
-        warnings += write_tokenizer(folder, tokenizer, base_dir)
-    names = [name for name in PROCESSOR_FILES if has_base_file(base_dir, name)]
-    if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_dir)):
+        warnings += write_tokenizer(folder, tokenizer, base_model)
+    names = [name for name in PROCESSOR_FILES if base_model.has_file(name)]
+    if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_model)):
         names.append('chat_template.json')  # a processor's, transformers < 5; it would override one that was replaced
     for name in names:
-        content = read_base_file(base_dir, name)
+        content = base_model.read_file(name)
         if content is not None and not (folder / name).exists():
             (folder / name).write_bytes(content)
-    if model_class(model).__name__ in (base_json(base_dir, 'config.json').get('architectures') or ()):
-        _copy_companions(folder, base_dir)
-    return warnings + _write_named_code(folder, base_dir)
+    if model_class(model).__name__ in (base_model.read_json('config.json').get('architectures') or ()):
+        _copy_companions(folder, base_model)
+    return warnings + _write_named_code(folder, base_model)
 
 
-def _copy_companions(folder: Path, base_dir: str) -> None:
+def _copy_companions(folder: Path, base_model: LocatedBase) -> None:
     """Copy what the base has for other readers of its class: sentence-transformers' modules, voices of Qwen-Omni."""
     names = [*_COMPANIONS]
     with suppress(ValueError, TypeError, KeyError, NotImplementedError):  # a damaged modules.json is copied as it is
-        for content in read_base_files(base_dir, ('modules.json',)).values():
+        for content in base_model.read_files(('modules.json',)).values():
             paths = [module['path'] for module in json.loads(content) if module['path']]
-            names += [name for path in paths for name in names_below(base_dir, path)]
-    for name, content in read_base_files(base_dir, names).items():
+            names += [name for path in paths for name in base_model.names_below(path)]
+    for name, content in base_model.read_files(names).items():
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
 
-def _write_named_code(folder: Path, base_dir: str) -> list[str]:
+def _write_named_code(folder: Path, base_model: LocatedBase) -> list[str]:
     """Copy the code that the settings name, as those of a base do whose class is one of transformers by now.
 
     Nothing is executed. What custom code itself has saved stays.
     """
     files = {path.name: path.read_bytes() for path in folder.glob('*.json')}
-    code, missing = read_base_code(base_dir, files)
+    code, missing = base_model.read_code(files)
     for name, content in code.items():
         if not (folder / name).exists():
             (folder / name).write_bytes(content)
     missing = [name for name in missing if not (folder / name).exists()]
     if not missing:
         return []
-    return [f'auto_map names code that is not in the folder, since the base model {base_dir!r} lacks it: {missing}']
+    return [
+        f'auto_map names code that is not in the folder, since the base model {base_model.name!r} lacks it: {missing}'
+    ]
 
 
 def require_json(model: PreTrainedModel) -> None:
@@ -216,9 +213,9 @@ def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
     return add_older_rope(folder, config)
 
 
-def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
+def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> None:
     """The base's values, if nothing else differs than what training code sets for itself (Axolotl: both)."""
-    base = base_json(base_dir, 'generation_config.json') or base_json(base_dir, 'config.json')
+    base = base_model.read_json('generation_config.json') or base_model.read_json('config.json')
     if not base:
         return
     default = type(generation)()
@@ -231,9 +228,9 @@ def _restore_forced(generation: GenerationConfig, base_dir: str) -> None:
 
 
 def _write_generation_config(
-    folder: Path, generation: GenerationConfig, eos_token_ids: Sequence[int], base_dir: str
+    folder: Path, generation: GenerationConfig, eos_token_ids: Sequence[int], base_model: LocatedBase
 ) -> list[str]:
-    _restore_forced(generation, base_dir)
+    _restore_forced(generation, base_model)
     if eos_token_ids:
         known = generation.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
@@ -320,20 +317,20 @@ def _write_own_save(folder: Path, kind: type, own_save: _OwnSave) -> list[str]:
     ]
 
 
-def _base_chat_template(base_dir: str) -> str | dict[str, str] | None:
-    if (jinja := read_base_file(base_dir, 'chat_template.jinja')) is not None:
+def _base_chat_template(base_model: LocatedBase) -> str | dict[str, str] | None:
+    if (jinja := base_model.read_file('chat_template.jinja')) is not None:
         return jinja.decode()
-    template = base_json(base_dir, 'tokenizer_config.json').get('chat_template')
+    template = base_model.read_json('tokenizer_config.json').get('chat_template')
     return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
 
 
-def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_dir: str) -> list[str]:
+def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_model: LocatedBase) -> list[str]:
     """A warning if embeddings were resized that an adapter's files do not have. Runs on: rank 0.
 
     peft saves them only if it finds the base's config: before 0.12 not one in a folder, and without a network not that
     of a hub name.
     """
-    of_base = _base_rows(base_dir)
+    of_base = _base_rows(base_model)
     if embedding_rows is None or of_base in (None, embedding_rows, head_rows):
         return []
     return [
@@ -343,9 +340,9 @@ def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_di
     ]
 
 
-def _base_rows(base_dir: str) -> int | None:
+def _base_rows(base_model: LocatedBase) -> int | None:
     """Rows of the base's embeddings, as its config.json says."""
-    base = base_json(base_dir, 'config.json')
+    base = base_model.read_json('config.json')
     of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
     return base.get('vocab_size', of_text.get('vocab_size'))
 
@@ -373,7 +370,7 @@ def compare_vocabulary(
             f"model's own (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or resize the "
             f'embeddings before training (XTuner: give the model its tokenizer)'
         )
-    of_base = _base_rows(exporter.base_dir)
+    of_base = _base_rows(exporter.base_model)
     if of_base in (None, embedding_rows, head_rows) or n_tokens >= embedding_rows:
         return []
     is_padded = embedding_rows % _ROWS_MULTIPLE == 0

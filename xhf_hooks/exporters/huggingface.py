@@ -74,19 +74,21 @@ class HuggingFaceExporter(Exporter):
         ModelError: There is not exactly one such model, or ``module`` is not one.
     """
 
-    is_complete = True
+    writes_whole_model = True
 
     def __init__(self, model: nn.Module, module: str | None, adapters: Mapping[str, PeftModel] | None = None) -> None:
         self._path, self._model = find_pretrained(model, module)
         self._adapters = adapters or {}
         self._computed: dict[str, ComputedTensor] = {}  # by the source name of the replaced tensor
         self._reference: PreTrainedModel | None = None
-        self._names: dict[str, TensorSpec] = {}  # in the model that from_pretrained will build
+        # The trained tensors by each of their names in the exported module; the reference must have the same names
+        self._names: dict[str, TensorSpec] = {}
         self._not_written: set[str] = set()  # of these names
         self._hf_names: list[str] = []  # those that are written
         self._copied: set[str] = set()  # those of them that are copied from the base
         self._missing: list[str] | None = None  # a warning about what the base has, and they lack
-        self._around: set[str] = set()  # files with the weights of what surrounds the exported model
+        # Weight files of modules around the exported model, such as a SentenceTransformer's Dense; it loads them itself
+        self._around: set[str] = set()
         self._config_dtype: str | None = None
         self._vocab_size: int | None = None  # of resized embeddings
         self._is_tied: bool | None = None  # where the config says otherwise
@@ -101,7 +103,7 @@ class HuggingFaceExporter(Exporter):
 
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         own = self._names = self._own_names(specs)
-        base = base_dtypes(self.base_dir) if dtype == AS_IN_BASE else None
+        base = base_dtypes(self.base_model) if dtype == AS_IN_BASE else None
         self._config_dtype = dtype if base is None else base.of_model
         self._vocab_size = self._is_tied = None
         self._arguments, self._without_arguments = {}, {}
@@ -133,7 +135,7 @@ class HuggingFaceExporter(Exporter):
         self.combine_nbytes = computing_nbytes(entries, self._computed)
         self.n_parameters = self._reference.num_parameters() if _writes_n_parameters() else None
         if self.carry_base is not None:
-            copied = entries_to_copy(self._hf_names, self._reference, self.base_dir)
+            copied = entries_to_copy(self._hf_names, self._reference, self.base_model)
             self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
             self._hf_names = [entry.hf_name for entry in entries]
         around = entries_around(self.whole, self._path, specs, dtype)
@@ -180,6 +182,7 @@ class HuggingFaceExporter(Exporter):
         except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
             return [loading_not_checked(kind, error)]
         restored: set[str] = set()
+        # transformers 4 restores these ties while it builds the class, but not with the device map of this check
         if problems['missing'] and not converts_weights():
             restored = tied_while_built(build_on_meta(kind, config, self._arguments), self._not_written)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
@@ -217,9 +220,9 @@ class HuggingFaceExporter(Exporter):
         head = output_embedding(self._reference)
         warnings = hf_assets.compare_vocabulary(tokenizer, rows, None if head is None else head.shape[0], self)
         warnings += warn_of_arguments(model_class(self._model), self._arguments, self._without_arguments)
-        warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_dir)
+        warnings += hf_assets.write(folder, model, self._config, tokenizer, eos_token_ids, self.base_model)
         if self._missing is None:  # reading the headers of a large base takes a second
-            self._missing = warn_of_missing([*self._names], self._hf_names, self._reference, self.base_dir)
+            self._missing = warn_of_missing([*self._names], self._hf_names, self._reference, self.base_model)
         return warnings + self._missing
 
     def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -244,11 +247,11 @@ class HuggingFaceExporter(Exporter):
         return config
 
     def _can_describe_tie(self, is_tied: bool) -> bool:
-        """Whether the config may say so, and nothing changes but which tensors are one.
+        """Whether ``tie_word_embeddings`` of the config may be set to ``is_tied`` without another effect.
 
-        If a class does more with that field (:func:`.reads_tie`), or its config always says that there is a tie, the
-        config stays as it is: a tie is stored under both names, and so are tensors that transformers 5 does not tie,
-        since it compares values.
+        It may not if the class does more with that field (:func:`.reads_tie`), or if its config always says that there
+        is a tie. Then the config stays wrong, and both names are stored. If it denies a tie, the folder has the tensor
+        twice. If it claims one, transformers 5 sees that the values differ, and does not tie them.
         """
         if self._reference is not None and reads_tie(self._reference):
             return False
@@ -266,15 +269,16 @@ class HuggingFaceExporter(Exporter):
             return None
         is_tied, is_described = ties
         is_right = is_tied == is_described
-        if self._adapters and not is_tied:  # peft writes that down, even if no class asks
+        if self._adapters and not is_tied:  # merging in peft then sets the field to False, whether the class reads it
             is_right = False
         return None if is_right else is_tied
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        # The first that is written is not the model's first where a trained copy takes its place
+        # config.json has the dtype of the first float tensor. With adapters that may be peft's trained copy of a module
+        # (`modules_to_save`), not the model's own first parameter, whose dtype `model.dtype` is
         codes = [spec.dtype for spec in own.values() if is_float(spec.dtype)] if self._adapters else []
         written = TORCH_DTYPES[codes[0]] if codes else self._model.dtype
-        return hf_assets.exported_config(self._model, dtype, self.base_dir, written)
+        return hf_assets.exported_config(self._model, dtype, self.base_model, written)
 
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""

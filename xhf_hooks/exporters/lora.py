@@ -201,9 +201,9 @@ class AdapterExporter(Exporter):
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
         warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self._head_rows, self)
         if not self._saves_embeddings:
-            warnings += hf_assets.warn_of_lost_rows(self._embedding_rows, self._head_rows, self.base_dir)
+            warnings += hf_assets.warn_of_lost_rows(self._embedding_rows, self._head_rows, self.base_model)
         if tokenizer is not None:
-            warnings += write_tokenizer(folder, tokenizer, self.base_dir)
+            warnings += write_tokenizer(folder, tokenizer, self.base_model)
         warnings += _warn_of_edited_base(config)
         if not config.base_model_name_or_path:
             warnings.append(

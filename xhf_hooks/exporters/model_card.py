@@ -45,7 +45,7 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     layout of LLaVA), which no library of the Hub loads as a whole: it gets none.
 
     Args:
-        base: The model that training began with; '' if unknown.
+        base: The model that training began with.
         step: The step of the save; iteration 0 if unknown.
     """
     if (folder / CARD_NAME).exists() or not (folder / 'config.json').is_file():
@@ -121,14 +121,14 @@ def _find_hub_name(base: LocatedBase) -> str | None:
 
     if base.folder is not None and base.folder.parent.name == 'snapshots':  # models--OWNER--NAME/snapshots/REVISION
         repository = base.folder.parents[1].name
-        return repository.removeprefix('models--').replace('--', '/') if base.is_path else str(base)
-    if base.folder is not None or '/' not in base:  # a name without owner may as well be a folder that is gone
+        return repository.removeprefix('models--').replace('--', '/') if base.is_path else base.name
+    if base.folder is not None or '/' not in base.name:  # a name without owner may as well be a folder that is gone
         return None
     try:
-        validate_repo_id(str(base))
+        validate_repo_id(base.name)
     except HFValidationError:
         return None
-    return str(base)
+    return base.name
 
 
 def _describe_step(step: Step) -> str:

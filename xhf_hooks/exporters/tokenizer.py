@@ -12,8 +12,7 @@ from xhf_hooks.base_files import (
     CopiedTokenizer,
     LocatedBase,
     PartAndTokenizer,
-    base_file,
-    base_folder,
+    find_base_folder,
     load_or_copy_tokenizer,
     load_processor,
 )
@@ -46,11 +45,11 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
         folder = LocatedBase.locate(str(tokenizer))
         tokenizer = _in_folder(folder)
         if tokenizer is None:
-            raise OptionError('tokenizer', 'a folder with tokenizer files', folder)
-        warnings += _told(tokenizer, repr(folder))
+            raise OptionError('tokenizer', 'a folder with tokenizer files', folder.name)
+        warnings += _told(tokenizer, repr(folder.name))
     if isinstance(tokenizer, dict):
         tokenizer = _built_tokenizer(tokenizer)
-    base = f'the base model {exporter.base_dir!r}' if exporter.base_dir else 'a base model'
+    base = f'the base model {exporter.base_model.name!r}' if exporter.base_model.name else 'a base model'
     if hasattr(tokenizer, 'save_pretrained'):
         if has_tokenizer(tokenizer):
             return tokenizer, warnings
@@ -79,7 +78,7 @@ def _kind_of_part(part: Any) -> str | None:
 
 def _with_parts_of_base(part: Any, base: str, exporter: Exporter, warnings: list[str]) -> tuple[Any, list[str]]:
     """The base's processor with a part of the run in place of its own; without a processor, the base's tokenizer."""
-    processor = load_processor(exporter.base_dir, trust_remote_code=exporter.trusts_code)
+    processor = load_processor(exporter.base_model, trust_remote_code=exporter.trusts_code)
     if getattr(processor, 'tokenizer', None) is not None:
         for name, own in vars(processor).items():
             if _kind_of_part(own) == _kind_of_part(part):
@@ -97,7 +96,7 @@ def _with_parts_of_base(part: Any, base: str, exporter: Exporter, warnings: list
     return part, warnings
 
 
-def _in_folder(folder: str) -> Any | None:
+def _in_folder(folder: LocatedBase) -> Any | None:
     """The processor or tokenizer in a folder that the user named; None if it has none."""
     found = load_processor(folder, trust_remote_code=False)
     if found is not None and has_tokenizer(found):
@@ -105,7 +104,7 @@ def _in_folder(folder: str) -> Any | None:
     tokenizer = load_or_copy_tokenizer(folder, trust_remote_code=False)
     if tokenizer is None or isinstance(tokenizer, CopiedTokenizer):
         return found if tokenizer is None else tokenizer
-    if any(base_file(folder, name) for name in PROCESSOR_FILES):
+    if any(folder.find_file(name) for name in PROCESSOR_FILES):
         return PartAndTokenizer(found or CopiedTokenizer(folder, 'its processor cannot be loaded here'), tokenizer)
     return tokenizer
 
@@ -123,7 +122,7 @@ def _built_tokenizer(recipe: Mapping[str, Any]) -> Any:
     try:
         return build_from_config(recipe)
     except (OSError, ValueError) as error:
-        if not isinstance(name, str) or base_folder(name) is not None:
+        if not isinstance(name, str) or find_base_folder(name) is not None:
             raise
         raise BaseModelError(
             f'tokenizer of the config ({name!r}): no such folder and not in the cache; set it to the base '

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_file
+from xhf_hooks.base_files import LocatedBase, find_base_file
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
@@ -138,7 +138,7 @@ def _build_of_transformers(
     """
     is_adapter = any('lora_' in name for name in meta_model.shapes)
     adapter_dir, config_dir = adapter_folder(found), config_folder(found)
-    of_given = base_file(given or '', ADAPTER_CONFIG)
+    of_given = find_base_file(given or '', ADAPTER_CONFIG)
     adapter = of_given
     if adapter is None and adapter_dir is not None and (is_adapter or (given is None and config_dir is None)):
         adapter = adapter_dir / ADAPTER_CONFIG
@@ -213,7 +213,7 @@ def _config_of_run(
         meta_model.notes.append(f'{folder}/config.json is of another model than {base}: it is not taken')
         return None
     if is_of_trainer or base != str(folder):
-        forget_use_cache(config, base)
+        forget_use_cache(config, LocatedBase.locate(base))
         config._name_or_path = base
     if getattr(config, 'architectures', None) is None:  # as config.save_pretrained alone writes it
         config.architectures = getattr(of_base, 'architectures', None)

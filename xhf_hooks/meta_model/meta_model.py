@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_folder
+from xhf_hooks.base_files import find_base_folder
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
 from xhf_hooks.meta_model.placing import find_prefix
@@ -130,7 +130,7 @@ class MetaModel:
             model = transformers_model.build(config, auto_class, trust_remote_code=trust)
         if getattr(config, 'auto_map', None) and not trust:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
-        names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, base_folder(folder)
+        names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, find_base_folder(folder)
         found = BaseWeights() if where is None else weights_of_base(type(model), of_base, where)
         if found.loaded is not None:
             transformers_model.take_dtypes_of_parts(model.config, found.loaded.config)

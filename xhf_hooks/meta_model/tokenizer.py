@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from xhf_hooks.base_files import PROCESSOR_FILES, base_file, base_folder, load_tokenizer
+from xhf_hooks.base_files import PROCESSOR_FILES, LocatedBase, find_base_folder, load_tokenizer
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
@@ -51,8 +51,8 @@ def tokenizer_of_run(
     Raises:
         BaseModelError: It cannot be loaded, or has tokens whose embeddings nobody saved.
     """
-    base_dir = base or exporter.base_dir
-    tokenizer, notes = _beside(found, base, base_dir, trust_remote_code)
+    bases = [*([LocatedBase.locate(base)] if base else []), exporter.base_model]
+    tokenizer, notes = _beside(found, base, bases[0], trust_remote_code)
     if tokenizer is not None:
         _require_embeddings(tokenizer, module, exporter, found.path)
     fields = {} if config is None else config.fields
@@ -67,12 +67,12 @@ def tokenizer_of_run(
             notes.append(f'the tokenizer is that of {config.where} ({folder}), not that of {base}')
         if lost:
             notes.append(f'options of the tokenizer of {config.where} that are not read: {some(lost)}')
-    for folder in (base, exporter.base_dir):
-        if tokenizer is None and folder:
-            with quiet(), refused_as(BaseModelError, f'{folder}: its tokenizer cannot be loaded'):
-                tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
+    for each in bases:
+        if tokenizer is None and each.name:
+            with quiet(), refused_as(BaseModelError, f'{each.name}: its tokenizer cannot be loaded'):
+                tokenizer = load_tokenizer(each, trust_remote_code=trust_remote_code, **plain)
             if tokenizer is not None and recipe is not None:
-                notes.append(f'the tokenizer of {folder} is written')
+                notes.append(f'the tokenizer of {each.name} is written')
     if tokenizer is None:
         where, remedy = (f' in {base}', '') if base else ('', '; set --base to a folder with one')
         return None, [], [*notes, f'no tokenizer was found{where}, so OUT has none{remedy}']
@@ -106,30 +106,30 @@ def _of_config(recipe: Any, plain: Mapping[str, Any], trust_remote_code: bool) -
     if not isinstance(folder, str):
         kind = recipe.get('type') if isinstance(recipe, Mapping) else type(recipe).__name__
         return None, f'it is of the type {getattr(kind, "text", kind)}, not one of transformers'
-    if base_folder(folder) is None:
+    if find_base_folder(folder) is None:
         return None, f'{folder!r} is no folder here and not in the cache'
     try:
         with quiet():
-            tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, **plain)
+            tokenizer = load_tokenizer(LocatedBase.locate(folder), trust_remote_code=trust_remote_code, **plain)
     except Exception as error:  # of any type, from a tokenizer library; the base may have a tokenizer that works
         return None, f'{folder} cannot be loaded ({error_text(error)})'
     return tokenizer, '' if tokenizer is not None else f'{folder} has no files of a tokenizer'
 
 
 def _beside(
-    checkpoint: FoundCheckpoint, base: str | None, base_dir: str, trust_remote_code: bool
+    checkpoint: FoundCheckpoint, base: str | None, base_model: LocatedBase, trust_remote_code: bool
 ) -> tuple[Any | None, list[str]]:
     """The tokenizer or processor beside the checkpoint, None if there is none; and notes for the log.
 
     Args:
         base: The value of ``--base``.
-        base_dir: The base model, in whose words the tokenizer is written.
+        base_model: The base model, in whose words the tokenizer is written.
     """
     folder = folder_of_trainer_files(checkpoint, _SAVED, *PROCESSOR_FILES)
     if folder is None:
         return None, []
     found, notes = None, []
-    of_base = None if base is None else base_folder(base)
+    of_base = None if base is None else find_base_folder(base)
     if of_base is not None and not of_base.samefile(folder) and (of_base / _SAVED).is_file():
         notes.append(f'the tokenizer is that of {folder}, beside the checkpoint, not that of {base}')
     with quiet(), refused_as(BaseModelError, f'{folder}: its tokenizer cannot be loaded'):
@@ -143,10 +143,10 @@ def _beside(
                 problem = f"{folder}: its processor cannot be loaded here, so OUT gets the base's, if any"
                 notes.append(f'{problem} ({error_text(error)})')
         if found is None:
-            found = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+            found = load_tokenizer(LocatedBase.locate(str(folder)), trust_remote_code=trust_remote_code)
     tokenizer = getattr(found, 'tokenizer', found)
-    if tokenizer is not None and hasattr(tokenizer, 'name_or_path') and base_file(base_dir, _SAVED):
-        tokenizer.name_or_path = base_dir  # as in training: files are written in the words of the base
+    if tokenizer is not None and hasattr(tokenizer, 'name_or_path') and base_model.find_file(_SAVED):
+        tokenizer.name_or_path = base_model.name  # as in training: files are written in the words of the base
     return found, notes
 
 
@@ -159,7 +159,8 @@ def _require_embeddings(tokenizer: Any, module: nn.Module, exporter: Exporter, c
         return
     if len(tokenizer) > exporter.n_base_tokens:
         raise BaseModelError(
-            f'the tokenizer beside {checkpoint} has {len(tokenizer)} tokens, but the embeddings of {exporter.base_dir} '
-            f'have {n_rows} rows, and the checkpoint has no others: if training added rows, nobody saved them (Trainer '
-            f'saves frozen embeddings nowhere at ZeRO-3). Give with --base the model with the rows that it had then'
+            f'the tokenizer beside {checkpoint} has {len(tokenizer)} tokens, but the embeddings of '
+            f'{exporter.base_model.name} have {n_rows} rows, and the checkpoint has no others: if training added rows, '
+            f'nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3). Give with --base the model with '
+            f'the rows that it had then'
         )

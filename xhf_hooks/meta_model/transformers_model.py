@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_file, base_folder
+from xhf_hooks.base_files import find_base_file, find_base_folder
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
 from xhf_hooks.exporters.on_meta import call_on_meta
@@ -72,7 +72,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = N
     from transformers import AutoConfig
 
     with refused_as(BaseModelError, f'{base} ({why}): no usable config.json; {remedy}'):
-        if base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
+        if find_base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
 
@@ -125,9 +125,9 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
         model = call_on_meta(lambda: make(copy.deepcopy(config)))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
-        if model.can_generate() and base_file(base, 'generation_config.json') is not None:
+        if model.can_generate() and find_base_file(base, 'generation_config.json') is not None:
             model.generation_config = generation_config_in(base)
-    if (folder := base_folder(base)) is not None and not Path(base).is_dir():
+    if (folder := find_base_folder(base)) is not None and not Path(base).is_dir():
         model.config._commit_hash = folder.name  # a hub name without a revision means the main one
     return model
 

@@ -35,7 +35,7 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_valid_manifest
+from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_manifest_or_none
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
@@ -279,7 +279,7 @@ class CheckpointFolder:
             if status is not None and not stat.S_ISDIR(status.st_mode):
                 problem = 'is not a folder'
             elif status is not None:
-                manifest = read_valid_manifest(self.path)
+                manifest = read_manifest_or_none(self.path)
                 if manifest is None and any(self.path.iterdir()):
                     problem = 'holds files that this package did not write'
         except OSError as error:
@@ -314,9 +314,9 @@ class CheckpointFolder:
             self.siblings.remove(left)
             return
         look_up(self.path)
-        newest = read_valid_manifest(self.path)
+        newest = read_manifest_or_none(self.path)
         if newest is None:
-            os.rename(left, self.path)
+            os.rename(left, self.path)  # fails, with a warning, if foreign files are there
         elif saved.is_later(newest) and not self.siblings.is_base(self.path):
             self.siblings.add_older(self._replace_newest(left), newest)
         else:
@@ -333,10 +333,12 @@ class CheckpointFolder:
         """Give a complete save the name of the newest one, or one of its own if foreign files have that name.
 
         Args:
-            occupant: What had the name when the manifest was made. It is read again only if that has changed.
+            occupant: What had the name when the manifest was made. It is read again only if that has changed, or if
+                the name was not ours to use: perhaps it is by now, or it could not be read for a moment.
         """
         now = look_up(self.path)
-        if now is None or occupant.status is None or not os.path.samestat(now, occupant.status):
+        is_same = now is not None and occupant.status is not None and os.path.samestat(now, occupant.status)
+        if not is_same or occupant.problem:
             occupant = self._look_at_newest()
         replaced, retention, self._committed = None, self.retention, self.path
         if occupant.problem:  # for example, a user has removed the manifest; that is no reason to lose a finished save

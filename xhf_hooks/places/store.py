@@ -43,7 +43,7 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.retention import Retention
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 
 T = TypeVar('T')
 _FORMAT_VERSION = 2
@@ -340,7 +340,7 @@ def send_file(store: Store, prefix: str, name: str, path: Path, record: FileReco
         DamagedError: It does not match the manifest, so it is not uploaded.
         StoreError: It was not stored.
     """
-    with naming(path):
+    with errors_naming(path):
         nbytes, found = file_size_and_crc32(path)
     if (nbytes, found) != (record.nbytes, record.crc32):
         raise DamagedError(

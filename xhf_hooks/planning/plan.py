@@ -24,7 +24,7 @@ class SavePlan:
     """Everything about a save that is known before a tensor is read.
 
     Attributes:
-        sliced: Groups of which every rank writes its own slice.
+        in_place: Groups of which every rank writes its own slices at their places in the files.
         rounds: Portions that ranks send to their owners.
         buckets: Groups that must be gathered.
         copied: Tensors that are copied from the base model's files.
@@ -33,7 +33,7 @@ class SavePlan:
     """
 
     files: tuple[PlannedFile, ...]
-    sliced: tuple[Group, ...]
+    in_place: tuple[Group, ...]
     rounds: tuple[Round, ...]
     buckets: tuple[Bucket, ...]
     copied: tuple[CopiedTensor, ...]
@@ -43,7 +43,7 @@ class SavePlan:
     @property
     def reads(self) -> tuple[TensorSpec, ...]:
         """The source tensors that a save reads, each once, in the order of the plan."""
-        in_groups = (spec for group in (*self.sliced, *self.gathered) for spec in group.reads)
+        in_groups = (spec for group in (*self.in_place, *self.gathered) for spec in group.reads)
         sent = (portion.read for one_round in self.rounds for portion in one_round.portions)
         return tuple({spec.name: spec for spec in (*sent, *in_groups)}.values())
 
@@ -55,7 +55,7 @@ class SavePlan:
     @property
     def placements(self) -> list[Placement]:
         sent = (portion.placement for one_round in self.rounds for portion in one_round.portions if portion.number == 0)
-        in_groups = (placement for group in (*self.sliced, *self.gathered) for placement in group.placements)
+        in_groups = (placement for group in (*self.in_place, *self.gathered) for placement in group.placements)
         return [*sent, *in_groups, *(one.placement for one in self.copied)]
 
     @property

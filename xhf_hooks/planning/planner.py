@@ -47,7 +47,7 @@ def make_plan(
     Args:
         entries: The output tensors, in the order in which ``save_pretrained`` would write them.
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
-            the file sets hold different models.
+            the save has several file sets (:class:`.FileSet`), such as those of a model's parts.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
         share_sent: Of a tensor that every rank holds whole, and whose slices would be sent to the owner ('stream' and
@@ -89,6 +89,7 @@ def make_plan(
     to_own = [*sent, *whole, *(Group(reads=(), placements=(one.placement,), combine=None) for one in to_copy)]
     owner_of = _choose_owners(to_own, files, n_writers, share_files=strategy.in_place)
     copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
+    # One of each placement; fill_rounds() below cuts the large ones into parts
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
     if not share_sent:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
@@ -98,7 +99,7 @@ def make_plan(
     rounds, gathered = fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets))
     plan = SavePlan(
         files=tuple(files),
-        sliced=tuple(written),
+        in_place=tuple(written),
         rounds=rounds,
         buckets=gathered,
         copied=tuple(copied),
@@ -157,7 +158,7 @@ def _lay_out(
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             entry = entry_of[e.name]
-            # A number: the output is this contiguous range of its only source tensor. None: `combine` computes it
+            # A number: the output is this range of its only source tensor, too, so slices of it need no `combine`
             first = 0 if entry.combine is None else entry.source_offset
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
         files.append(PlannedFile(file, header, laid_out[-1].end))
@@ -242,7 +243,7 @@ def _owned(groups: list[Group], owner_of: Mapping[Placement, int]) -> list[Group
 
 def describe_plan(plan: SavePlan) -> list[str]:
     """The records of the plan as lines, for its digest, and for reporting the first difference between two ranks."""
-    records: list[Any] = [*plan.files, *plan.sliced]
+    records: list[Any] = [*plan.files, *plan.in_place]
     for one_round in plan.rounds:
         records += ['round', *one_round.portions]
     for bucket in plan.buckets:

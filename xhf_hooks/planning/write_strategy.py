@@ -9,7 +9,7 @@ class WriteStrategy(Enum):
     """Which rank writes which bytes, and how it gets the bytes that other ranks hold."""
 
     #: Every rank writes its own slices at their places in the files: no gather, no copy, no network. Only tensors that
-    #: must be complete before they are written are gathered: merged ones, or those on NVMe.
+    #: must be complete before they are written are gathered, such as merged ones.
     POSITIONAL = 'positional'
     #: Each file has one owner, which writes it, and the other ranks send it their slices: for storage where several
     #: writers of one file slow each other down (Lustre stripes, NFS). There are no more owners than files.

@@ -194,11 +194,15 @@ class CheckpointManager:
             if self._registration.is_closed:  # on all ranks alike
                 raise self._registration.closed_error()
             with self.collective.stage('save'):
-                self._work.block_if_process_is_ending()  # goes on then only if a user's handler returns
+                # After SIGTERM and its like, another thread waits for the background tasks, then lets the signal take
+                # effect. Until then this thread stays here; it goes on only if the user's handler of the signal returns
+                self._work.block_if_process_is_ending()
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                self._work.tasks.reset_wait_deadline()  # the next wait may take exit_wait_secs again
+                # All waits at the end of a run take exit_wait_secs together. An end that a signal handler of the user
+                # called off may have used some of them
+                self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
                     self._saving_to = target
@@ -301,8 +305,8 @@ class CheckpointManager:
         Args:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
-                it did not. The last save is labelled with it, unless a checksum shows that the weights are still those
-                of a save of the last step.
+                it did not. The last save is labelled with it, unless the weights are still those of a save of the last
+                step; a frontend that passes it makes that save with ``remember_weights``.
 
         Raises:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not vote.
@@ -355,7 +359,7 @@ class CheckpointManager:
 
     def _have_weights_changed(self) -> bool:
         """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""
-        if self._saved_checksum is None:
+        if self._saved_checksum is None:  # this frontend's trainer changes no weights after the last step
             return False
         has_changed = True
         with contextlib.suppress(Exception):  # of any type: what cannot be read fails again in the save, with a message
@@ -374,9 +378,9 @@ class CheckpointManager:
         """
         if not self._registration.is_of_this_process:
             return
-        self._work.tasks.close()
+        self._work.tasks.close()  # waits for saves and uploads, for at most exit_wait_secs
         with contextlib.suppress(Exception):  # of any type: the thread that saves has logged it
-            self.wait_for_background_save()
+            self.wait_for_background_save()  # without a limit: the folder must stay locked while it is written
         self._ending.close()
         if self._work.requests is not None:
             self._work.requests.end_process_if_signaled()  # at once: the tasks above are closed

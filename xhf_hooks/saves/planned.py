@@ -118,7 +118,7 @@ def plan_saves(
         warn_of_left_out(log, exporter, unwrapped.root)
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
         received_nbytes = half_nbytes + 3 * round_nbytes if plan.rounds else 0
-        extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.sliced else 0)
+        extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
         planned = Planned(exporter, specs, plan, extra_nbytes)
     return planned
 

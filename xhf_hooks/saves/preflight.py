@@ -14,7 +14,7 @@ from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import table
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 
 #: Gets the run's tokenizer; returns the one to save, EOS token ids to add, and log messages.
 FinishTokenizer = Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]]
@@ -92,7 +92,7 @@ def _find_tokenizer(saver: Saver, of_the_run: Any | None, finish: FinishTokenize
 def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
     """Write the HF assets to the target and remove them again; returns warnings for the log."""
     try:
-        with naming(target.path):
+        with errors_naming(target.path):
             return saver.write_hf_assets(target.open_staging())
     finally:
         target.abort()

@@ -41,7 +41,7 @@ from xhf_hooks.sources import Source, source_for
 from xhf_hooks.sources.host_memory import SnapshotMemory
 from xhf_hooks.sources.replicated import checksum_local_elements, require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 from xhf_hooks.writers.output_file import FileIdentity
 from xhf_hooks.writers.tally import Tally, warn_of_non_finite
 from xhf_hooks.writers.writer import Writer
@@ -341,12 +341,12 @@ class Save:
     def _open_staging(self) -> tuple[str, dict[str, FileIdentity]]:
         """Make the staging folder; returns its name, and the files that ranks write into. Runs on: rank 0."""
         saver, target = self._saver, self._target
-        with naming(target.path):
+        with errors_naming(target.path):
             staging = target.open_staging()
             target.require_disk_space(saver.plan.nbytes)
             self._warnings += saver.write_hf_assets(staging)
             if saver.options.model_card:
-                write_model_card(staging, saver.planned.exporter.base_dir, self._step)
+                write_model_card(staging, saver.planned.exporter.base_model, self._step)
             return staging.name, saver.writer.create(saver.plan, staging)
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
@@ -373,7 +373,7 @@ class Save:
         tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
-            ('SUM', 'BXOR', 'MAX'),  # BXOR adds up CRC-32 (writers/tally.py)
+            ('SUM', 'BXOR', 'MAX'),  # a rank's CRC-32 is shifted to its place in the tensor, so XOR gives that of all
         )
         self._peak_nbytes = int(peak_nbytes[0])
 
@@ -386,7 +386,7 @@ class Save:
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
         path = target.path
-        with self._stage('commit') as is_elsewhere, naming(target.path):
+        with self._stage('commit') as is_elsewhere, errors_naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
                 # for this save; then no thread can be started

@@ -66,8 +66,8 @@ def _portions_from_another_group_each(plan: SavePlan, collective: Collective) ->
 
     Most file systems let one process at a time write to a file; ranks that write to different files need not wait.
     """
-    first = len(plan.sliced) * collective.rank // collective.world_size
-    return chain.from_iterable(map(portions_of, plan.sliced[first:] + plan.sliced[:first]))
+    first = len(plan.in_place) * collective.rank // collective.world_size
+    return chain.from_iterable(map(portions_of, plan.in_place[first:] + plan.in_place[:first]))
 
 
 class SliceReader:

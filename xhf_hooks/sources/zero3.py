@@ -31,7 +31,7 @@ class Zero3Source(Source):
     optimizer step updates. Buffers are never partitioned. ``stage3_gather_16bit_weights_on_model_save`` is not needed.
     """
 
-    memory_factor = 4  # measured by tools/bench.py
+    memory_factor = 4  # peak memory of a gather, in buckets, as tools/bench.py measures it
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -58,6 +58,7 @@ class Zero3Source(Source):
         return super().spread([replace(spec, from_master=False) for spec in specs], collective)
 
     def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        """Also of a parameter on NVMe: :meth:`_partition` reads its swap file."""
         if not _is_partitioned(tensor):
             return super()._spread_of(tensor)
         return self._spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
@@ -117,6 +118,8 @@ class Zero3Source(Source):
     def _gather_partitions(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Fp32 masters, and parameters on NVMe, for which DeepSpeed may not have enough buffers.
 
+        They are gathered with ``writer='gather'``, and where an output needs whole tensors, as merged ones do.
+
         A rank that cannot read its partition takes part anyway, and raises afterwards: otherwise the other ranks would
         wait for it in a collective. DeepSpeed's ``safe_get_full_fp32_param`` is not used, since it returns nothing for
         an optimizer that is swapped to NVMe in a pipeline.
@@ -166,7 +169,10 @@ class Zero3Source(Source):
         return partition.reshape(-1)
 
     def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """In memory: on NVMe, DeepSpeed finds both by the parameter's number, and reading takes long."""
+        """This rank's weights and fp32 master; None where it is not checked that they belong together.
+
+        On NVMe they cannot be mixed up, since DeepSpeed finds both by the parameter's number, and reading takes long.
+        """
         tensor = self._tensors[spec.name]
         optimizer = tensor._z3_optimizer
         group, _, _ = optimizer.grad_position[optimizer.get_param_id(tensor)]

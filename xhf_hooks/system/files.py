@@ -63,7 +63,7 @@ def absolute(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
     """Inside the block, errors of the operating system that name no file get this path.
 
     A full disk or quota and I/O errors come from calls that know only a descriptor: write(2), fsync(2). Libraries in

@@ -18,7 +18,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import read_valid_manifest
+from xhf_hooks.integrity.manifest import read_manifest_or_none
 from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource
@@ -84,7 +84,7 @@ def _holds_weights(path: Path) -> bool:
 
 def _weight_files(path: Path) -> list[Path]:
     """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself."""
-    found = model_files(path, read_valid_manifest(path))
+    found = model_files(path, read_manifest_or_none(path))
     named = [path / name for names in found.values() for name in names]
     return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))
 
@@ -130,7 +130,7 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
     outputs = conversion.outputs
-    groups = [*outputs.plan.sliced, *outputs.plan.gathered]
+    groups = [*outputs.plan.in_place, *outputs.plan.gathered]
     copied = {_name_of(one.placement): one for one in outputs.plan.copied}
     placements = {_name_of(one): (number, one) for number, group in enumerate(groups) for one in group.placements}
     making = threading.Lock()
@@ -174,7 +174,7 @@ def _name_of(placement: Placement) -> str:
 
 def _has_copies_of_base(folder: Path) -> bool:
     """Whether its manifest says that tensors were copied from the base model."""
-    manifest = read_valid_manifest(folder) if folder.is_dir() else None
+    manifest = read_manifest_or_none(folder) if folder.is_dir() else None
     records = () if manifest is None else manifest.files.values()
     return any(tensor.copied_from_base for record in records for tensor in record.tensors.values())
 
@@ -183,7 +183,7 @@ def _shown_options(folder: Path) -> dict[str, str]:
     """The options of xhf-convert that the layout of a folder shows; none of a single file."""
     if not folder.is_dir():
         return {}
-    shown = {'lora': shown_lora(model_files(folder, read_valid_manifest(folder)))}
+    shown = {'lora': shown_lora(model_files(folder, read_manifest_or_none(folder)))}
     with suppress(DamagedError):  # no config.json
         architecture = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
         if architecture == 'LlavaForConditionalGeneration':
@@ -194,5 +194,5 @@ def _shown_options(folder: Path) -> dict[str, str]:
 
 def _is_live(folder: Path) -> bool:
     """Whether its manifest says that it holds live rather than averaged weights."""
-    manifest = read_valid_manifest(folder) if folder.is_dir() else None
+    manifest = read_manifest_or_none(folder) if folder.is_dir() else None
     return manifest is not None and manifest.manifest_fields.get('weights') == 'live'

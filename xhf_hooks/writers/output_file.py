@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.system.files import drop_page_cache, naming
+from xhf_hooks.system.files import drop_page_cache, errors_naming
 from xhf_hooks.system.linux_calls import fallocate, sync_file_range
 from xhf_hooks.writers.direct import takes_direct_writes, write_directly
 
@@ -59,7 +59,7 @@ def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
     Raises:
         OSError: The file exists or cannot be created, or the disk is too full (if the file system can reserve space).
     """
-    with naming(path), path.open('xb', buffering=0) as file:
+    with errors_naming(path), path.open('xb', buffering=0) as file:
         os.ftruncate(file.fileno(), nbytes)
         _reserve(file.fileno(), path, nbytes)
         _write_all(file.fileno(), memoryview(header), 0)
@@ -118,7 +118,7 @@ class OutputFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        with naming(self._path):
+        with errors_naming(self._path):
             done = write_directly(self._fd, data, offset) if self._is_direct else range(0)
             for rest in (range(done.start), range(done.stop, data.nbytes)):
                 for at in rest[::_PART_NBYTES]:
@@ -128,12 +128,12 @@ class OutputFile:
 
     def fsync(self) -> None:
         """Wait until everything is on the disk."""
-        with naming(self._path):
+        with errors_naming(self._path):
             os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file, in any state."""
-        with naming(self._path):
+        with errors_naming(self._path):
             os.close(self._fd)
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
+from xhf_hooks.base_files import LocatedBase
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 
 
@@ -35,7 +36,7 @@ def test_nothing_is_written_but_where_the_save_goes(base, out, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(tempfile, 'mkdtemp', note)
-    assert write_tokenizer(out, AutoTokenizer.from_pretrained(base), '') == []
+    assert write_tokenizer(out, AutoTokenizer.from_pretrained(base), LocatedBase()) == []
     assert {Path(folder).parent for folder in made} == {out}
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in base.iterdir()
@@ -55,7 +56,7 @@ def test_a_full_disk_is_an_error_and_never_another_tokenizer(base, out, monkeypa
 
     monkeypatch.setattr(PreTrainedTokenizerBase, 'save_pretrained', fill)
     with pytest.raises(OSError, match=f'No space left on device.*{out}') as caught:
-        write_tokenizer(out, tokenizer, '')
+        write_tokenizer(out, tokenizer, LocatedBase())
     assert caught.value.errno == errno.ENOSPC and list(out.iterdir()) == []
 
 
@@ -90,10 +91,10 @@ def test_what_a_call_switched_on_is_not_part_of_the_tokenizer(base, out, call, b
     assert n_tokens(base) == expected
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer(TEXTS, **CALLS[call])
-    assert write_tokenizer(out, tokenizer, '') == []
+    assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     assert contents(out) == contents(base)
     tokenizer.add_tokens(['<new>'])  # training changed it: now it is not copied
-    assert write_tokenizer(out, tokenizer, '') == []
+    assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     assert n_tokens(out) == expected
     found, before = (json.loads((at / 'tokenizer.json').read_text()) for at in (out, base))
     assert [found[part] for part in ('truncation', 'padding')] == [before[part] for part in ('truncation', 'padding')]
@@ -103,10 +104,10 @@ def test_what_a_call_switched_on_is_not_part_of_the_tokenizer(base, out, call, b
 def test_a_call_of_a_tokenizer_without_a_base(base, out):
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.name_or_path = ''
-    assert write_tokenizer(out, tokenizer, '') == []
+    assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     before = contents(out)
     tokenizer(TEXTS, **CALLS['padding'])
-    assert write_tokenizer(out, tokenizer, '') == []
+    assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     assert contents(out) == before and n_tokens(out) == [40, 2]
 
 
@@ -119,5 +120,5 @@ def test_a_call_of_a_tokenizer_with_code_of_its_own(base, out):
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=True)
     assert type(tokenizer).__name__ == 'OwnTokenizer'
     tokenizer(TEXTS, **CALLS['padding'])
-    assert write_tokenizer(out, tokenizer, '') == []
+    assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     assert n_tokens(out) == [40, 2] and 'tokenization_own.py' in contents(out)

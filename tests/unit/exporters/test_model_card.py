@@ -87,12 +87,8 @@ def test_the_step_and_the_tokenizer_are_told_and_no_path_of_the_machine(tmp_path
 @pytest.mark.parametrize('is_named', [True, False])
 def test_the_name_on_the_hub_of_a_base_in_its_cache(tmp_path, is_named):
     """Whether the model was loaded by that name or from the folder of the revision."""
-    base = LocatedBase('owner/a-base')
-    base.folder = tmp_path / 'models--owner--a-base' / 'snapshots' / 'abc'
-    if not is_named:
-        base = LocatedBase(str(base.folder))
-        base.folder = Path(base)
-    base.is_path = not is_named
+    cached = tmp_path / 'models--owner--a-base' / 'snapshots' / 'abc'
+    base = LocatedBase('owner/a-base' if is_named else str(cached), cached, is_path=not is_named)
     folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
     write_model_card(folder, base, Step('epoch', 2, 32))
     assert fields_of(folder)['base_model'] == 'owner/a-base'
@@ -139,7 +135,7 @@ def test_a_base_that_is_not_on_this_machine(tmp_path, name, expected):
 )
 def test_the_library_and_the_class_are_those_of_the_folder(tmp_path, config, files, library, command):
     folder = folder_with(tmp_path / 'out', config, *files)
-    write_model_card(folder, LocatedBase.locate(''), STEP)
+    write_model_card(folder, LocatedBase(), STEP)
     assert fields_of(folder)['library_name'] == library and command_in(folder) == command
 
 
@@ -148,7 +144,7 @@ def test_none_is_written_where_there_is_one_or_none_is_wanted_or_no_library_load
     (folder / 'README.md').write_text('mine')
     (tmp_path / 'empty').mkdir()
     for each in (folder, tmp_path / 'empty'):
-        write_model_card(each, LocatedBase.locate(''), STEP)
+        write_model_card(each, LocatedBase(), STEP)
     assert (folder / 'README.md').read_text() == 'mine' and not (tmp_path / 'empty' / 'README.md').exists()
     committed = save_hf(build('llama'), tmp_path / 'hf_model', model_card=False)
     assert not (committed.path / 'README.md').exists()

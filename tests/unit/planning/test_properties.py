@@ -87,7 +87,7 @@ class Saved:
             ranks[rank].write(queues[rank].pop(0))
 
     def _chunks(self, rank: int, world_size: int) -> Iterator[Chunk]:
-        for group in self.plan.sliced:
+        for group in self.plan.in_place:
             held = self.spread[group.reads[0].name].held_by(rank)
             for place in group.placements:
                 numel, width = math.prod(place.shape), DTYPE_NBYTES[place.dtype]

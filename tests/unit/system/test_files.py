@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xhf_hooks.system.files import naming
+from xhf_hooks.system.files import errors_naming
 
 #: Linux's device that is always full.
 FULL = Path('/dev/full')
@@ -32,7 +32,7 @@ def write_in_c() -> None:
 
 @pytest.mark.parametrize('write', [write_in_python, write_in_rust, write_in_c])
 def test_a_full_disk_is_named_whatever_writes(write, tmp_path):
-    with pytest.raises(OSError, match='No space left on device') as caught, naming(tmp_path / 'model'):
+    with pytest.raises(OSError, match='No space left on device') as caught, errors_naming(tmp_path / 'model'):
         write()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / 'model'))
 
@@ -41,6 +41,6 @@ def test_a_full_disk_is_named_whatever_writes(write, tmp_path):
     'error', [FileNotFoundError(errno.ENOENT, 'no such file', '/known'), OSError('of a library'), ValueError('(of)')]
 )
 def test_other_errors_stay_as_they_are(error, tmp_path):
-    with pytest.raises(type(error)) as caught, naming(tmp_path):
+    with pytest.raises(type(error)) as caught, errors_naming(tmp_path):
         raise error
     assert caught.value is error

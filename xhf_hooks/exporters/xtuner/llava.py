@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import base_of_model, read_base_file
+from xhf_hooks.base_files import LocatedBase, base_of_model
 from xhf_hooks.compat.transformers import accepted_options, dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
@@ -82,7 +82,7 @@ class LlavaExporter(CompositeExporter):
                     if name not in adapted or lora != 'adapter':
                         self.parts[folder] = _whole(model, name, adapted)
                 else:
-                    base = base_of_model(child) or 'its base model'
+                    base = base_of_model(child).name or 'its base model'
                     notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
         if lora != 'merge':
             for name, child in adapted.items():
@@ -215,12 +215,12 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             if max(image_id, pad_id) >= self._rows:
                 raise ModelError(
                     f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
-                    f'embeddings have {self._rows} rows, for the tokenizer of the base model {self.base_dir!r}; give '
-                    f'that one (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or call '
-                    f'resize_token_embeddings before training'
+                    f'embeddings have {self._rows} rows, for the tokenizer of the base model '
+                    f'{self.base_model.name!r}; give that one (the option tokenizer; in xhf-convert, beside the '
+                    f'checkpoint or in --base), or call resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
-        warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, base_dir='')
+        warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, LocatedBase())
         return warnings + self._write_processor(folder)
 
     def _write_processor(self, folder: Path) -> list[str]:
@@ -230,10 +230,12 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         """
         from transformers import LlavaProcessor
 
-        vision_base = self._parts['visual_encoder'].base_dir
-        preprocessor = read_base_file(vision_base, 'preprocessor_config.json')
+        vision_base = self._parts['visual_encoder'].base_model
+        preprocessor = vision_base.read_file('preprocessor_config.json')
         if preprocessor is None:
-            return [f'no processor was written: {vision_base!r}, the visual encoder, has no preprocessor_config.json']
+            return [
+                f'no processor was written: {vision_base.name!r}, the visual encoder, has no preprocessor_config.json'
+            ]
         (folder / 'preprocessor_config.json').write_bytes(preprocessor)
         settings = {
             'image_token': IMAGE_TOKEN,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import read_base_file
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
@@ -81,7 +80,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
         code = getattr(self._config, 'auto_map', None) or {}
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
         for name in sorted(files):
-            content = read_base_file(self.base_dir, name)
+            content = self.base_model.read_file(name)
             if content is not None and not (folder / name).exists():
                 (folder / name).write_bytes(content)
         return warnings
