@@ -291,8 +291,8 @@ class CheckpointFolder:
         for folder in (self.path, *self.siblings.older(), *self.siblings.find(*TEMPORARY)):
             if self.siblings.is_base(folder):
                 raise TargetError(
-                    f'{folder} is the base model that this run starts from, or holds it, and saves to {self.path} '
-                    f'would replace or delete it; {self.elsewhere} another folder'
+                    f'{folder} is (or contains) the base model that this run starts from; a save to {self.path} would '
+                    f'replace or delete it; {self.elsewhere} another folder'
                 )
 
     def _clean_up(self, *unneeded: str) -> None:

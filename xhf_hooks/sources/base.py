@@ -125,10 +125,10 @@ class Source:
         ]
         if differing:
             raise ModelError(
-                f"{differing[0]}: expected an fp32 master that rounds to the 16-bit weights, found another parameter's "
-                f'or an older one (in {len(differing)} of {len(pairs)} tensors on rank {self._rank}). Set dtype to '
-                f"None, or remove round_robin_gradients or zenflow from DeepSpeed's config. What replaces weights "
-                f'(EMA) must replace their masters, too'
+                f'{differing[0]}: expected an fp32 master that rounds to the 16-bit weights, found the master of '
+                f'another parameter, or an outdated one (in {len(differing)} of {len(pairs)} tensors on rank '
+                f"{self._rank}). Set dtype to None, or remove round_robin_gradients or zenflow from DeepSpeed's "
+                f'config. A callback that replaces weights (EMA) must replace their masters, too'
             )
 
     def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -83,13 +83,13 @@ def refuse_other_parallelism(model: nn.Module) -> None:
     is_any_split = any(map(_is_split, parameters))
     for name, parameter in model.named_parameters() if is_any_split else ():
         if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
-            raise ModelError(f'{name}: split by AutoTP, tensor parallelism of DeepSpeed (autotp_size), {problem}')
+            raise ModelError(f"{name}: split by AutoTP (DeepSpeed's tensor parallelism, autotp_size), {problem}")
     for module in modules:  # of transformers 5.0 to some version before 5.23; in 4, packed weights
         if getattr(module, '_tp_size', None) not in (None, 1) and not _is_split_into_dtensors(module):
             raise ModelError(
-                f'{type(module).__name__}: expected DTensors, whose rows are in order, found other tensors that this '
-                f'version of transformers makes for tensor or expert parallelism (tp_plan). Use one that makes '
-                f'DTensors, such as 5.23, or train with {_USE_ZERO_3}'
+                f'{type(module).__name__}: expected DTensors, which know what part of a tensor each rank holds, found '
+                f'other tensors, which this version of transformers makes for tensor or expert parallelism (tp_plan). '
+                f'Use a version that makes DTensors, such as 5.23, or train with {_USE_ZERO_3}'
             )
     if is_any_split:
         _refuse_lost_adapters(model)
@@ -101,8 +101,8 @@ def _refuse_lost_adapters(model: nn.Module) -> None:
         for target in getattr(tuner, 'targeted_module_names', ()):
             if any(map(_is_split, tuner.model.get_submodule(target).parameters(recurse=False))):
                 raise ModelError(
-                    f'{target}: expected an adapter, which AutoTP, tensor parallelism of DeepSpeed (autotp_size), has '
-                    f'removed where it split the layer. Adapt layers that its partition_config does not split, or '
+                    f"{target}: expected an adapter, found none: AutoTP (DeepSpeed's tensor parallelism, autotp_size) "
+                    f'removed it when it split this layer. Adapt layers that its partition_config does not split, or '
                     f'train with {_USE_ZERO_3}'
                 )
 

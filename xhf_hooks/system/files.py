@@ -34,7 +34,8 @@ def allow_open_files(n_files: int, what: str) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise LimitError(
             f'a save needs {n_files} more open files ({what}) besides the {n_open} open ones: expected a limit of '
-            f'at least {needed}, found {hard}; raise it with "ulimit -Hn {needed}", or in the job script'
+            f'at least {needed}, found {hard}; only root can raise it ("ulimit -Hn {needed}", or the limits that the '
+            f'scheduler or container sets)'
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

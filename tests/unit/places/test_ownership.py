@@ -277,7 +277,10 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
     for base, max_keep in ((Path(BASES[name]), 1), (tmp_path / BASES[name], 1), (tmp_path / BASES[name], -1)):
-        with pytest.raises(TargetError, match=r'is the base model that this run starts from.* set out_dir to another'):
+        with pytest.raises(
+            TargetError,
+            match=r'is \(or contains\) the base model that this run starts from; a save to .* set out_dir to another',
+        ):
             CheckpointFolder(folder.path, max_keep).prepare([base])
     assert tree(tmp_path) == before
     CheckpointFolder(folder.path, 3).prepare([tmp_path / 'elsewhere', 'organization/name', tmp_path])
