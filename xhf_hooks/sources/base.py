@@ -23,7 +23,12 @@ from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.host_memory import synchronize
-from xhf_hooks.sources.master_fragments import spread_of_fragments
+from xhf_hooks.sources.master_fragments import (
+    local_fragment,
+    master_of_fragment,
+    may_have_master,
+    spread_of_fragments,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,11 +139,10 @@ class Source:
     def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's elements of a parameter's 16-bit weights, and the same elements of their master."""
         tensor = self._tensors[spec.name]
-        mapping = tensor._hp_mapping
-        if mapping is None:
+        fragment = local_fragment(tensor)
+        if fragment is None:
             return None
-        start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-        return tensor.detach().reshape(-1)[start : start + numel], mapping.get_hp_fragment().detach().reshape(-1)
+        return tensor.detach().reshape(-1)[fragment.start : fragment.stop], master_of_fragment(tensor)
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
         """Names of the tensors that :meth:`local_elements` can read, and which elements each rank holds.
@@ -191,10 +195,10 @@ class Source:
         tensor = self._tensors[spec.name]
         if not spec.from_master:
             return LocalElements(0, tensor.detach().reshape(-1))
-        mapping = tensor._hp_mapping
-        if mapping is None:  # the master is entirely on other ranks
+        fragment = local_fragment(tensor)
+        if fragment is None:
             return LocalElements(0, tensor.new_empty(0, dtype=torch.float32))
-        return LocalElements(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+        return LocalElements(fragment.start, master_of_fragment(tensor))
 
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
         """The tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
@@ -246,13 +250,13 @@ class Source:
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
         is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-        return is_half and hasattr(tensor, '_hp_mapping') and self._has_fp32_masters
+        return is_half and may_have_master(tensor) and self._has_fp32_masters
 
     @cached_property
     def _has_fp32_masters(self) -> bool:
         """Whether masters are in fp32, not in 16 bits as with DeepSpeed's ``bf16_master_weights_and_grads``."""
-        mappings = (getattr(tensor, '_hp_mapping', None) for tensor in self._tensors.values())
-        dtypes = (mapping.get_hp_fragment().dtype for mapping in mappings if mapping is not None)
+        held = (tensor for tensor in self._tensors.values() if local_fragment(tensor) is not None)
+        dtypes = (master_of_fragment(tensor).dtype for tensor in held)
         return next(dtypes, torch.float32) == torch.float32
 
 
