@@ -66,7 +66,6 @@ class Saver:
     collective: Collective
     log: RunLog
     strategy: WriteStrategy
-    in_background: bool
     after_commit: Callable[[CheckpointFolder, Step, Collective], None]
     source: Source
     planned: Planned
@@ -110,12 +109,11 @@ class Saver:
         background = SavesInBackground(Collective.connect()) if in_background else None
         with collective.stage('start threads'):
             # `bucket_size` is for two buckets of the plan: one waits for the disk while the next one is gathered
-            limit = half_bucket_nbytes(options)
-            writer = Writer.start(limit, in_background=in_background, stays_cached=stays_cached)
+            one_bucket = half_bucket_nbytes(options)
+            writer = Writer.start(one_bucket, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
-        how = (strategy, in_background, after_commit, source, planned, writer, background)
-        saver = cls(unwrapped, options, collective, log, *how)
+        saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, planned, writer, background)
         # A run that is never closed ends its thread when it is garbage (see also the end of CheckpointManager.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
@@ -238,7 +236,7 @@ class Saver:
                 self.strategy,
                 self.collective,
                 self.log,
-                share_sent=self.in_background,
+                share_sent=self.background is not None,
             )
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()
