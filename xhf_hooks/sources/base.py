@@ -50,20 +50,23 @@ class LocalElements:
 class Source:
     """Gives tensors by name, either whole or as the elements that this rank holds.
 
-    As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where nothing is gathered but the fp32 masters, which are
-    spread over the ranks. Other engines override what differs.
+    As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where each rank has all but the fp32 masters, which are
+    spread over the ranks, and are gathered only with ``writer='gather'`` or where an output needs whole ones. Other
+    engines override what differs.
 
     The contract. A source is made for each save, on all ranks, and never changes the model. In this order:
 
-    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_masters_match_weights`.
-       They give the same on all ranks, or ranks do not hold the same model.
+    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`. They give the same on all ranks, or ranks do
+       not hold the same model. To plan, and at each save: :meth:`require_masters_match_weights`, which looks at what
+       this rank holds, and may fail on one rank alone.
     2. :meth:`replicated` and :meth:`local_elements`, any number of times, for tensors that :meth:`spread` names. They
        do not communicate; ranks may call them at any time and in any order.
     3. :meth:`require_device_memory`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all
-       other tensors. All ranks call it with the same specs in the same order; a rank that fails in it has taken part
-       first.
+       other tensors. All ranks call it with the same specs in the same order; a rank that fails raises only after it
+       has taken part.
 
-    Where a spec has ``from_master``, its fp32 master is read.
+    Where a spec has ``from_master``, its fp32 master is read. :meth:`specs` never sets it: for ``dtype='float32'``,
+    plan_saves() sets it in the specs that have a master.
 
     Attributes:
         memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.
@@ -91,8 +94,9 @@ class Source:
         for name, tensor in self._tensors.items():
             shape, code, aliases = self._full_shape(tensor), dtype_code(tensor.dtype), tuple(self._aliases[name])
             has_master = self._has_master(tensor)
+            # Trained in 16 bits without a master that can be read: dtype='float32' widens it, with a warning
             master_lost = code in HALF_DTYPES and tensor.requires_grad and not has_master
-            found.append(TensorSpec(name, shape, code, aliases, has_master, master_lost=master_lost))
+            found.append(TensorSpec(name, shape, code, aliases, has_master=has_master, master_lost=master_lost))
         return found
 
     @property
@@ -166,7 +170,14 @@ class Source:
         return self._spread_over(tensor.numel(), (), self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
-        """The spread of what each of several groups of ranks holds together, in the order of its ranks."""
+        """The spread of a tensor that each of several groups of ranks holds together, in the order of its ranks.
+
+        None if the group's ranks are not evenly spaced.
+
+        Args:
+            each: Elements per rank of a group; the last rank may have fewer.
+            skipped: Elements of the group's flat buffer before this tensor.
+        """
         strides = self._strides(group)
         if strides is None:
             return None
@@ -180,7 +191,7 @@ class Source:
         return self._spreads[id(tensor)]
 
     def _local_range(self, tensor: torch.Tensor) -> range:
-        """This rank's elements of a sliced tensor."""
+        """This rank's elements of a partitioned tensor."""
         spread = self._once_spread_of(tensor)
         return range(0) if spread is None else spread.held_by(self._rank, with_replicas=True)
 
@@ -214,7 +225,7 @@ class Source:
         """Allocate memory for a bucket and free it, for torch to keep: a rank without it would fail in the gather.
 
         Raises:
-            RuntimeError: A device of sliced parameters is out of memory.
+            RuntimeError: A device of partitioned parameters is out of memory.
         """
         parameters = [tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter)]
         spreads = ((tensor, self._once_spread_of(tensor)) for tensor in parameters)
@@ -224,8 +235,8 @@ class Source:
     def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Whole tensors by name. Runs on: all ranks, with the same specs.
 
-        The tensors may alias live memory, so callers must not write to them. They are valid until training goes on,
-        and need no rank to stay where it gathered: while one waits for its disk, the other ranks may be anywhere.
+        The tensors may alias live memory, so callers must not write to them. They are valid until training goes on.
+        Reading them involves no other rank: the others may have gone on while this one waits for its disk.
 
         Args:
             wanted: The names that this rank receives. For other names, it only takes part in gathering.
