@@ -267,9 +267,14 @@ def base_dirs_of(model: nn.Module) -> list[str]:
     return sorted(str(base_of_model(module).folder or name) for name, module in named.items())
 
 
+def has_auto_class(model: PreTrainedModel) -> bool:
+    """Whether the model's class was loaded by, or registered for, an auto class: then it is custom code."""
+    return model._auto_class is not None
+
+
 def is_remote_code(model: PreTrainedModel) -> bool:
     """Whether the model's class is custom code of the base model (``trust_remote_code``)."""
-    return model._auto_class is not None or model_class(model).__module__.startswith('transformers_modules.')
+    return has_auto_class(model) or model_class(model).__module__.startswith('transformers_modules.')
 
 
 def find_base_folder(name: str) -> Path | None:

@@ -79,14 +79,14 @@ class Run:
             error = OSError(28, 'No space left on device') if what == 'failing' else None
             self.hold_back(OutputFile, 'write', error)
         self.save()
-        poll = background_tasks.poll
+        wait_until = background_tasks.wait_until
 
         def at_end(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
             if secs > 0:
                 self.ends.set()
-            return poll(is_over, secs)
+            return wait_until(is_over, secs)
 
-        background_tasks.poll = manager.poll = at_end
+        background_tasks.wait_until = manager.wait_until = at_end
 
 
 def requested(run: Run) -> None:

@@ -119,7 +119,7 @@ def wait_for_some(n_come: int) -> tuple[str, list[str]]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger('xhf_hooks').addHandler(handler)
     with mock.patch.object(rendezvous, 'WARN_AFTER_SECS', 0.5):
-        message = error_of(Collective, 3.0)
+        message = error_of(Collective.connect, 3.0)
     return message, lines
 
 

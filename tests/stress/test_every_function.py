@@ -54,7 +54,7 @@ ENTRANCES = {
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
-    'background.background_tasks.poll': 'waits for the background thread alone',
+    'background.background_tasks.wait_until': 'waits for the background thread alone',
     'collective.': 'how ranks agree: without it they cannot',
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -183,3 +184,46 @@ def test_constructors_only_store():
         if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition('.')[2] in ACTS
     ]
     assert acting == MUST_ACT
+
+
+#: Attributes of modules and of configs that every user of torch and transformers knows.
+WELL_KNOWN = ('_parameters', '_buffers', '_modules', '_name_or_path', '_commit_hash', '_exit')
+
+
+def names_of_the_package() -> set[str]:
+    """What the package itself defines: functions, classes, variables, attributes of its objects."""
+    found = set()
+    for node in (node for path in FILES for node in ast.walk(ast.parse(path.read_text(encoding='utf-8')))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.AnnAssign):
+            found.add(ast.unparse(node.target).rpartition('.')[2])
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == 'self':
+            found.add(node.attr)
+    return found
+
+
+def private_names_in(path: Path) -> set[str]:
+    """The private names that a file asks other objects for, or imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ('getattr', 'hasattr', 'setattr'):
+            found.update(part.value for part in ast.walk(node.args[1]) if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if re.match('_[^_]', str(name))}
+
+
+def test_each_private_name_of_a_library_stands_in_one_file():
+    """There it can be looked after: which versions have it, and what happens without."""
+    ours = names_of_the_package() | {*WELL_KNOWN}
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for name in private_names_in(path) - ours:
+            places.setdefault(name, []).append(relative(path))
+    assert {'_z3_optimizer', '_hp_mapping', '_weight_conversions'} <= places.keys()
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

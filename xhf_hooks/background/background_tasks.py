@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _POLL_SECS = 0.005
 
 
-def poll(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
+def wait_until(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
     """Wait for something; returns False if time ran out. A signal handler that interrupts this may call it, too."""
     deadline = time.monotonic() + secs
     while not is_over() and time.monotonic() < deadline:
@@ -99,7 +99,7 @@ class BackgroundTask(ABC, Generic[Job]):
         A signal handler may interrupt :meth:`add` or this and call this, so they take no locks.
         """
         self._wake.put(True)  # it may have interrupted add()
-        return poll(lambda: not self.left(), secs)
+        return wait_until(lambda: not self.left(), secs)
 
     def close(self) -> None:
         """End the thread after what is left to do. Needs no other rank."""

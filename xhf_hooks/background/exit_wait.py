@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from xhf_hooks.background.background_tasks import poll
+from xhf_hooks.background.background_tasks import wait_until
 
 #: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
 #: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
@@ -74,7 +74,7 @@ class ExitWait:
 
     def block_if_process_is_ending(self) -> None:
         """If a signal has come, go no further until it takes effect. Runs on: the main thread, not in a handler."""
-        poll(lambda: self._pending is None or os.getpid() != self._process)
+        wait_until(lambda: self._pending is None or os.getpid() != self._process)
 
     def finish_work_before(self, number: int) -> None:
         """Wait for the background tasks now, so that the signal can take effect. Runs on: the main thread."""

@@ -49,7 +49,8 @@ class Uploads(EachSave[UploadJob]):
     save, or a later one. A file that they cannot upload is no error: rank 0 uploads it, or logs why it cannot.
 
     Inherited from :class:`.EachSave`: a thread that calls :meth:`process` with one job after another and logs errors;
-    ``add``, which queues a job in ``_waiting``; ``pause``, which raises once ``close`` has set ``_must_end``.
+    ``add``, which queues a job in ``_waiting``; ``pause``, which raises once ``close`` has set ``_must_end``. Since
+    ``must_finish`` is set, an end waits for the uploads even when training was interrupted.
 
     Args:
         destinations: Where saves are uploaded to, by the name of their folder.
@@ -154,8 +155,9 @@ class Uploads(EachSave[UploadJob]):
                 self.pause(min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
             else:
                 n_taken_over += 1
-                # One file, then look again. From the end: other ranks send theirs from the front, largest first
-                self._send(saves, job, prefix, manifest, missing[-1:])
+                # One file, then look again. The smallest: other ranks send theirs largest first
+                smallest = [name for name in _largest_first(manifest) if name in missing][-1:]
+                self._send(saves, job, prefix, manifest, smallest)
         saves.publish(prefix, data)
         if n_taken_over:
             self._log.warning(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
@@ -177,7 +179,10 @@ class Uploads(EachSave[UploadJob]):
             self._is_sending = False
 
     def _begun_since(self, job: UploadJob) -> Pointer | None:
-        """The pointer, once rank 0 has begun this save or a later one: it takes saves by number, and skips some."""
+        """The pointer, once rank 0 has begun this save or a later one: it takes saves by number, and skips some.
+
+        A later one may be of another folder, such as that of the best save, which has a pointer of its own.
+        """
         for name, each in {each.name: each for each in [job, *self._waiting]}.items():
             pointer = read_pointer(self._destinations[name].store, name)
             if pointer is not None and pointer.run == each.run and pointer.number >= job.number:
@@ -189,13 +194,16 @@ class Uploads(EachSave[UploadJob]):
             super()._drop(job, why)
 
     def _share(self, manifest: Manifest) -> list[str]:
-        largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
-        return largest_first[self._rank :: self._n_ranks]
+        return _largest_first(manifest)[self._rank :: self._n_ranks]
 
     def _send(self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
         for name in names:
             self.pause()  # raises once the run has ended
             send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
+
+
+def _largest_first(manifest: Manifest) -> list[str]:
+    return sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
 
 
 def _manifest_of(job: UploadJob) -> tuple[Manifest, bytes]:

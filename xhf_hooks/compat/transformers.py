@@ -30,6 +30,50 @@ def converts_weights() -> bool:
     return find_spec('transformers.core_model_loading') is not None
 
 
+def recorded_conversions(model: object) -> Any | None:
+    """The conversions that ``from_pretrained`` made of a model's weights, which ``save_pretrained`` reverts.
+
+    None if none are recorded: the model was not loaded, or the installed transformers converts no weights.
+    """
+    return getattr(model, '_weight_conversions', None)
+
+
+def record_conversions(model: Any, conversions: Any) -> None:
+    """Have ``save_pretrained`` revert these conversions."""
+    model._weight_conversions = conversions
+
+
+def ignored_keys(model: object, occasion: str) -> tuple[str, ...]:
+    """Patterns of names that a class does not miss, finds in vain, or does not write.
+
+    Args:
+        model: A model or its class.
+        occasion: 'load_missing', 'load_unexpected' or 'save'.
+    """
+    return tuple(getattr(model, f'_keys_to_ignore_on_{occasion}', None) or ())
+
+
+def keeps_fp32(model: object) -> bool:
+    """Whether the class may keep tensors in fp32 when it is loaded in 16 bits."""
+    return any(getattr(model, name, None) for name in ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict'))
+
+
+def choose_attention_again(config: PretrainedConfig) -> None:
+    """Let a model that is built from this config choose the attention of each of its parts.
+
+    ``save_pretrained`` of transformers 4.48 has reset the choice (:func:`forget_chosen_attention`), so that parts would
+    get the attention of the whole, which they may not support.
+    """
+    if vars(config).get('_attn_implementation_autoset') is False:
+        config._attn_implementation_autoset = True
+
+
+def forget_chosen_attention(config: PretrainedConfig) -> None:
+    """As transformers 4.48 does before it saves a config."""
+    if getattr(config, '_attn_implementation_autoset', False):
+        config._attn_implementation_autoset = False
+
+
 def dtype_field(config: PretrainedConfig) -> str:
     """The name of a config's dtype, which 4.56 renamed."""
     return 'dtype' if hasattr(config, 'dtype') else 'torch_dtype'
@@ -188,7 +232,7 @@ def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
     change = getattr(core_model_loading, 'PrefixChange', None)  # the first of transformers 5 have none
     if change is None:
         return {}
-    reverted = getattr(model, '_weight_conversions', None) or ()
+    reverted = recorded_conversions(model) or ()
     known = conversion_mapping.get_model_conversion_mapping(model)
 
     def prefixes_in(conversions: Sequence[Any]) -> dict[str, str]:
@@ -232,7 +276,7 @@ def loaded_without_device_map(
     for context in on_meta:
         with suppress(Exception), context():  # of any type, from custom code: then the next way is tried
             model, problems = load()
-            ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+            ignored = [*ignored_keys(model, 'load_missing'), *ignored_keys(model, 'save')]
             listed = model.state_dict().keys()  # which a class may override
             named = (names for _, names in names_by_identity(model) if not listed.isdisjoint(names))
             missing = (names[0] for names in named if given.isdisjoint(names))

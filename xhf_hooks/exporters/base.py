@@ -37,7 +37,8 @@ class Exporter(ABC):
             parts.
         carry_base: The option. Set by ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
-        whole: The trained model, which may have more around what is exported. Set by ``exporter_for``.
+        whole: The trained model. What is exported may be a part of it, as in a SentenceTransformer, whose other modules
+            are saved, too (exporters/surroundings.py). Set by ``exporter_for``.
         notes: Messages for the log.
         combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
         n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field. Set

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from xhf_hooks.base_files import (
     PROCESSOR_FILES,
     LocatedBase,
+    has_auto_class,
     is_remote_code,
 )
 from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.compat.transformers import (
     dtype_field,
+    forget_chosen_attention,
     forget_scaling_by_one,
     move_generation_fields,
     prefixes_left_out,
@@ -118,9 +120,8 @@ def write(
     ]
     if is_remote_code(model):  # the folder does not load without the code
         # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
-        custom_object_save(model, str(folder), config=config if model._auto_class is not None else None)
-    if getattr(config, '_attn_implementation_autoset', False):
-        config._attn_implementation_autoset = False  # transformers 4.48 does the same before it saves
+        custom_object_save(model, str(folder), config=config if has_auto_class(model) else None)
+    forget_chosen_attention(config)
     own_save = _try_own_save(model, folder)
     generation = None
     if model.can_generate() and model.generation_config is not None:

@@ -12,7 +12,15 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from xhf_hooks.base_files import is_remote_code
-from xhf_hooks.compat.transformers import converts_weights, text_config, tied_while_built
+from xhf_hooks.compat.transformers import (
+    converts_weights,
+    ignored_keys,
+    keeps_fp32,
+    record_conversions,
+    recorded_conversions,
+    text_config,
+    tied_while_built,
+)
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import Exporter, specs_below
@@ -151,8 +159,7 @@ class HuggingFaceExporter(Exporter):
         buffers, so the installed one loads them, empty.
         """
         kept: set[str] = set()
-        lists = ('_keep_in_fp32_modules', '_keep_in_fp32_modules_strict')
-        if dtype != 'F32' and any(getattr(self._reference, name, None) for name in lists):
+        if dtype != 'F32' and keeps_fp32(self._reference):
             kind = self._class_that_loads()
             try:
                 wide = load_and_find_fp32(kind, self._config, entries, TORCH_DTYPES[dtype], self._arguments)
@@ -294,9 +301,9 @@ class HuggingFaceExporter(Exporter):
                     raise
                 # Custom code may want more than a config. Loading cannot be tried then, and check_loading() says so
                 reference = copy_on_meta(self._model, config, {name: one.shape for name, one in self._names.items()})
-        conversions = getattr(self._model, '_weight_conversions', None)
+        conversions = recorded_conversions(self._model)
         if conversions is not None and not any(map(_is_of_quantizer, conversions)):
-            reference._weight_conversions = conversions  # recorded by from_pretrained for the base model's format
+            record_conversions(reference, conversions)
         return reference
 
     def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
@@ -338,8 +345,7 @@ class HuggingFaceExporter(Exporter):
             {name: spec.shape for name, spec in own.items()},
             {name: tuple(tensor.shape) for name, tensor in module_tensors(reference)},
         )
-        may_lack = getattr(reference, '_keys_to_ignore_on_load_missing', None) or ()
-        may_have = getattr(reference, '_keys_to_ignore_on_load_unexpected', None) or ()
+        may_lack, may_have = ignored_keys(reference, 'load_missing'), ignored_keys(reference, 'load_unexpected')
         problems['missing'] = [name for name in problems['missing'] if not matches(may_lack, name)]
         problems['unexpected'] = [name for name in problems['unexpected'] if not matches(may_have, name)]
         return problems

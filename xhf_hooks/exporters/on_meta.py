@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.compat.deepspeed import restore_inherited_init
-from xhf_hooks.compat.transformers import converts_weights
+from xhf_hooks.compat.transformers import choose_attention_again, converts_weights
 from xhf_hooks.model import model_class, without_wrappers
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ def build_on_meta(
     def build() -> PreTrainedModel:
         own = copy.deepcopy(config)  # ``__init__`` may edit it
         _prepare(own)
-        # save_pretrained of transformers 4.48 resets it, so that parts would get the attention of the whole, which they
-        # may not support
-        if vars(own).get('_attn_implementation_autoset') is False:
-            own._attn_implementation_autoset = True
+        choose_attention_again(own)
         restore_inherited_init(kind)
         model = kind(own, **arguments)
         _untie_parameters(model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from xhf_hooks.compat.transformers import tied_weight_keys
+from xhf_hooks.compat.transformers import ignored_keys, tied_weight_keys
 from xhf_hooks.model import input_embedding, module_tensors, output_embedding
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def ignored_names(reference: PreTrainedModel | None) -> set[str]:
     """Names that the class never writes: it says so, or its own ``state_dict`` leaves them out."""
     from transformers import PreTrainedModel
 
-    ignored = set(getattr(reference, '_keys_to_ignore_on_save', None) or ())
+    ignored = set(ignored_keys(reference, 'save'))
     if reference is not None and type(reference).state_dict is not PreTrainedModel.state_dict:
         listed = reference.state_dict()
         ignored.update(name for name, _ in module_tensors(reference) if name not in listed)

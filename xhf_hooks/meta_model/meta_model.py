@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_files import find_base_folder
+from xhf_hooks.compat.transformers import ignored_keys, record_conversions, recorded_conversions
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
 from xhf_hooks.meta_model.placing import find_prefix
@@ -48,7 +49,7 @@ class Base:
 
     def may_lack(self, tensor: torch.Tensor) -> bool:
         """Whether transformers loads the model without this one of its tensors."""
-        patterns = getattr(self.model, '_keys_to_ignore_on_load_missing', None) or ()
+        patterns = ignored_keys(self.model, 'load_missing')
         return any(re.search(pattern, name) for pattern in patterns for name in self.names[id(tensor)])
 
     def why_not_lent(self, found: StoredTensor | None, shape: tuple[int, ...]) -> str:
@@ -134,11 +135,11 @@ class MetaModel:
         found = BaseWeights() if where is None else weights_of_base(type(model), of_base, where)
         if found.loaded is not None:
             transformers_model.take_dtypes_of_parts(model.config, found.loaded.config)
-        conversions = getattr(found.loaded, '_weight_conversions', None)
+        conversions = recorded_conversions(found.loaded)
         if conversions is None and all(found.tensors.keys() & set(each) for each in names.values()):
             conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
         if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
-            model._weight_conversions = conversions
+            record_conversions(model, conversions)
         self.bases.append(Base(folder, model, names, None if where is None else found.tensors))
         self.notes += found.notes
         return model

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from xhf_hooks.compat.transformers import converts_weights
+from xhf_hooks.compat.transformers import converts_weights, ignored_keys
 from xhf_hooks.exporters.loading_check import Problems
 from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
@@ -74,7 +74,7 @@ def _load_by_name(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) ->
             sources[names[0]] = (matching[0],)
     problems['unexpected'] = [name for name in stored if name not in known]
     for problem in ('missing', 'unexpected'):
-        ignored = getattr(model, f'_keys_to_ignore_on_load_{problem}', None) or ()
+        ignored = ignored_keys(model, f'load_{problem}')
         problems[problem] = [n for n in problems[problem] if not any(re.search(pattern, n) for pattern in ignored)]
     return Loaded({name: stored[one] for name, (one,) in sources.items()}, sources, model, problems)
 

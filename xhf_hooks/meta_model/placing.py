@@ -153,7 +153,5 @@ def _classes_for(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     import transformers
 
     for name in dir(transformers):
-        mapping = getattr(getattr(transformers, name), '_model_mapping', None) if name.startswith('AutoModel') else None
-        if mapping is not None and type(config) in mapping:
-            kinds = mapping[type(config)]
-            yield from kinds if isinstance(kinds, (list, tuple)) else [kinds]
+        if name.startswith('AutoModel'):
+            yield from transformers_model.classes_of(getattr(transformers, name), config)

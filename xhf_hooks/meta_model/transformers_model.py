@@ -189,9 +189,8 @@ def class_for_adapter(lora: PeftConfig, config: PretrainedConfig) -> str | None:
     generates = kind is not None and hasattr(kind, 'can_generate') and kind.can_generate()
     if of_task is None or (generates and task in ('CAUSAL_LM', 'SEQ_2_SEQ_LM')):
         return of_base
-    auto_class = getattr(transformers, of_task)
-    is_known = type(config) in auto_class._model_mapping or of_task in (getattr(config, 'auto_map', None) or {})
-    return of_task if is_known else of_base
+    is_named = of_task in (getattr(config, 'auto_map', None) or {})
+    return of_task if is_named or classes_of(getattr(transformers, of_task), config) else of_base
 
 
 def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -321,3 +320,10 @@ def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
         if config.modules_to_save is not None:  # to which peft adds the classifiers, even if they are there
             config.modules_to_save = list(dict.fromkeys(config.modules_to_save))
     return adapted
+
+
+def classes_of(auto_class: Any, config: PretrainedConfig) -> list[type[PreTrainedModel]]:
+    """The classes that an auto class of transformers has for a config; none if it is no such class."""
+    mapping = getattr(auto_class, '_model_mapping', None)
+    kinds = [] if mapping is None else mapping.get(type(config), [])
+    return list(kinds) if isinstance(kinds, (list, tuple)) else [kinds]

@@ -89,12 +89,15 @@ class SiblingFolders:
         return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
 
     def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
-        """Older saves of these steps, from the last commit to the first.
+        """Older saves, from the last commit to the first.
 
         Only folders that were once the newest save here, as their manifests say. A save that ``save_hf`` made as
         ``hf_model_iter_2`` has such a name by the user's choice, and is left out.
 
         In the order of commits, not of iterations: a resumed run commits some iterations again.
+
+        Args:
+            label: A pattern of the labels of their steps; by default any.
         """
         name = re.escape(self._newest.name)
         found = {}
@@ -109,7 +112,7 @@ class SiblingFolders:
         return dict(by_commit)
 
     def add_older(self, folder: Path, saved: Manifest) -> None:
-        """Give a complete save the name of an older one, with a number at its end if that name is taken."""
+        """Name a complete save as older saves are named (``hf_model_iter_5``), plus a number if that name is taken."""
         wanted = self._newest.with_name(f'{self._newest.name}_{saved.step.label}')
         path = unused(wanted)
         os.rename(folder, path)
@@ -135,7 +138,8 @@ class SiblingFolders:
                 self.discard(replaced, saved)
             else:
                 for path, older in self.older(saved.step.label).items():
-                    if older.step == saved.step:  # saved again by a run that went back
+                    # Saved again by a run that went back. Not if the same epoch ended at another iteration
+                    if older.step == saved.step:
                         self.discard(path, older)
                 self.add_older(replaced, saved)
         if retention.max_keep == -1:
@@ -175,13 +179,13 @@ class SiblingFolders:
         self.require_no_base(path)
         if not is_folder(path):
             path.unlink(missing_ok=True)
-        elif (saved := read_manifest(path)) is not None:
+        elif (saved := read_manifest(path)) is not None:  # a damaged one raises: the folder stays
             self._delete(path, saved)
         else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
 
     def delete_pinned(self, pinned: Path, saved: Manifest) -> None:
-        """Delete the folder of a pinned save. Runs on: any thread."""
+        """Delete the folder of a pinned save. May be called in any thread."""
         with self.warn_instead_of_raising(f'{pinned}, which is no longer read, could not be deleted'):
             self._delete(pinned, saved)
 
@@ -202,7 +206,8 @@ class SiblingFolders:
         apart = f'{self._newest.name}_others' if saved is None else f'{self._newest.name}_others_{saved.step.label}'
         path = unused(self._newest.with_name(apart))
         os.rename(folder, path)
-        (path / MANIFEST_NAME).unlink(missing_ok=True)  # last: until then, this can be repeated
+        # After the rename: if the process dies before, the next start finds the folder with its manifest, and does it
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
         what = self._newest if saved is None else f'the save of {saved.step.label}'
         self._warn(f'{some(sorted(foreign))} in {what} did not come from this package, or was changed; now in {path}')
 

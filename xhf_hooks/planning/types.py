@@ -27,7 +27,7 @@ class TensorSpec:
         aliases: Other names of the same parameter (tied weights), found by identity.
         has_master: Whether an fp32 master copy exists, as for trained 16-bit parameters.
         from_master: Whether a save reads that copy; then ``dtype`` is that of the copy.
-        master_lost: Whether a 16-bit tensor was, or may have been, trained, but its checkpoint has no master of it.
+        master_lost: Whether a 16-bit tensor was, or may have been, trained, but no master of it can be read.
     """
 
     name: str

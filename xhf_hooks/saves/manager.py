@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xhf_hooks.background.background_tasks import poll
+from xhf_hooks.background.background_tasks import wait_until
 from xhf_hooks.base_files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError, XhfError
@@ -123,7 +123,9 @@ class CheckpointManager:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(run, places_of(options, targets))
-        registration.close_earlier(log)  # runs that were interrupted, such as one in an earlier notebook cell
+        # Runs that were interrupted, such as one in an earlier notebook cell: not closed, though no method of their
+        # trainer is being executed
+        registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
             collective = Collective.connect() if collective is None else collective
@@ -200,8 +202,8 @@ class CheckpointManager:
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                # All waits at the end of a run take exit_wait_secs together. An end that a signal handler of the user
-                # called off may have used some of them
+                # All waits at the end of a run take exit_wait_secs together. If a signal began to end the process, and
+                # the user's handler then let it go on, some of these seconds are used up: count anew
                 self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
@@ -287,7 +289,7 @@ class CheckpointManager:
         """
         if self._saving is None:
             return
-        poll(self._saving.done)  # waits, without a limit; signals are handled meanwhile
+        wait_until(self._saving.done)  # without a limit; signals are handled meanwhile
         ended = self._saving
         self._saving = None
         try:
@@ -305,8 +307,9 @@ class CheckpointManager:
         Args:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
-                it did not. The last save is labelled with it, unless the weights are still those of a save of the last
-                step; a frontend that passes it makes that save with ``remember_weights``.
+                it did not. If the weights have changed since the save of the last step, a last save is made, labelled
+                with ``reloaded_step``. So that this is seen, a frontend that passes it makes its save of the last step
+                with ``remember_weights``.
 
         Raises:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not vote.
@@ -367,7 +370,7 @@ class CheckpointManager:
         return self.collective.any(has_changed, 'finish')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """Manifests of the saves that those in ``extra_targets`` would replace. Runs on: rank 0."""
+        """As :func:`.manifests_of_targets`: of the saves that those in ``extra_targets`` would replace."""
         return manifests_of_targets(self.extra_targets, self._work.uploads)
 
     def close(self) -> None:

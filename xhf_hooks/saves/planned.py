@@ -42,8 +42,8 @@ class Planned:
     expected_extra_nbytes: int
 
 
-def half_bucket_nbytes(options: SaveOptions) -> int:
-    """Half of ``bucket_size``: one half is gathered while the other half waits for the disk."""
+def bucket_nbytes_of(options: SaveOptions) -> int:
+    """The size of a bucket: half of ``bucket_size``, since one is gathered while another waits for the disk."""
     return max(1, parse_size(options.bucket_size) // 2)
 
 
@@ -55,19 +55,19 @@ def plan_saves(
     collective: Collective,
     log: RunLog,
     *,
-    share_sent: bool,
+    split_replicas: bool,
 ) -> Planned:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
 
     Args:
-        share_sent: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies less while
+        split_replicas: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies less while
             training waits. In the foreground the owner's own replica is cheaper than shares that it receives.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
         RanksDifferError: Ranks hold different models.
     """
-    half_nbytes = half_bucket_nbytes(options)
+    bucket_nbytes = bucket_nbytes_of(options)
     with collective.stage('plan'):
         exporter = exporter_for(
             unwrapped.model,
@@ -91,17 +91,17 @@ def plan_saves(
         if widened:
             refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
-        round_nbytes = max(1, half_nbytes // 2)  # an owner receives one while two wait for its disk
+        round_nbytes = max(1, bucket_nbytes // 2)  # an owner receives one while two wait for its disk
         plan = make_plan(
             entries,
             read,
             max_shard_nbytes=parse_size(options.max_shard_size),
-            bucket_nbytes=half_nbytes,
+            bucket_nbytes=bucket_nbytes,
             n_parameters=exporter.n_parameters,
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            share_sent=share_sent,
+            split_replicas=split_replicas,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
@@ -117,7 +117,7 @@ def plan_saves(
             )
         warn_of_left_out(log, exporter, unwrapped.root)
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
-        received_nbytes = half_nbytes + 3 * round_nbytes if plan.rounds else 0
+        received_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
         planned = Planned(exporter, specs, plan, extra_nbytes)
     return planned

@@ -50,7 +50,7 @@ def preflight(
                 log.warn_before_training(warning)
         if uploads is not None:
             uploads.prepare()
-    if saver.in_background:
+    if saver.background is not None:
         with collective.stage('preflight'):
             reserved_nbytes = saver.reserve_snapshot()
         log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')
@@ -102,7 +102,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
     log, plan, exporter = saver.log, saver.plan, saver.planned.exporter
     n_tensors, n_files = len(plan.placements), len(plan.files)
-    how = f'{saver.strategy.value} writer{", in the background" if saver.in_background else ""}; at most '
+    how = f'{saver.strategy.value} writer{", in the background" if saver.background is not None else ""}; at most '
     how += f'{saver.planned.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',

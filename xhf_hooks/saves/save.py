@@ -34,7 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.planned import Planned, half_bucket_nbytes, plan_saves
+from xhf_hooks.saves.planned import Planned, bucket_nbytes_of, plan_saves
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source, source_for
@@ -66,7 +66,6 @@ class Saver:
     collective: Collective
     log: RunLog
     strategy: WriteStrategy
-    in_background: bool
     after_commit: Callable[[CheckpointFolder, Step, Collective], None]
     source: Source
     planned: Planned
@@ -106,16 +105,14 @@ class Saver:
         """
         with collective.stage('plan'):
             source = source_for(unwrapped.root)
-            planned = plan_saves(unwrapped, source, options, strategy, collective, log, share_sent=in_background)
+            planned = plan_saves(unwrapped, source, options, strategy, collective, log, split_replicas=in_background)
         background = SavesInBackground(Collective.connect()) if in_background else None
         with collective.stage('start threads'):
-            # `bucket_size` is for two buckets of the plan: one waits for the disk while the next one is gathered
-            limit = half_bucket_nbytes(options)
-            writer = Writer.start(limit, in_background=in_background, stays_cached=stays_cached)
+            pending_nbytes = bucket_nbytes_of(options)  # one bucket waits for the disk while the next one is gathered
+            writer = Writer.start(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
-        how = (strategy, in_background, after_commit, source, planned, writer, background)
-        saver = cls(unwrapped, options, collective, log, *how)
+        saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, planned, writer, background)
         # A run that is never closed ends its thread when it is garbage (see also the end of CheckpointManager.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
@@ -238,7 +235,7 @@ class Saver:
                 self.strategy,
                 self.collective,
                 self.log,
-                share_sent=self.in_background,
+                split_replicas=self.background is not None,
             )
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()
@@ -317,7 +314,7 @@ class Save:
                 self._add_up(tally)
                 committed, is_elsewhere = self._commit(tally)
             finally:
-                # After a commit both have nothing to remove; the target has a folder on rank 0 alone
+                # After a commit both have nothing to remove. Only rank 0's target has opened a staging folder
                 for clean_up in (self._saver.writer.abort, self._target.abort):
                     with suppress(Exception):  # of any type: the next save removes what is left
                         clean_up()
@@ -334,7 +331,10 @@ class Save:
         return committed
 
     def _stage(self, name: str) -> AbstractContextManager[Flag]:
-        """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage."""
+        """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage.
+
+        The flag that it yields is set on all ranks after the vote if one rank has set it.
+        """
         self._clock.begin(name)
         return self._collective.stage(name)
 

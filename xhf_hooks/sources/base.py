@@ -23,7 +23,12 @@ from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.host_memory import synchronize
-from xhf_hooks.sources.master_fragments import spread_of_fragments
+from xhf_hooks.sources.master_fragments import (
+    local_fragment,
+    master_of_fragment,
+    may_have_master,
+    spread_of_fragments,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,20 +50,23 @@ class LocalElements:
 class Source:
     """Gives tensors by name, either whole or as the elements that this rank holds.
 
-    As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where nothing is gathered but the fp32 masters, which are
-    spread over the ranks. Other engines override what differs.
+    As it stands: of one process, DDP, DeepSpeed ZeRO-0 to 2, where each rank has all but the fp32 masters, which are
+    spread over the ranks, and are gathered only with ``writer='gather'`` or where an output needs whole ones. Other
+    engines override what differs.
 
     The contract. A source is made for each save, on all ranks, and never changes the model. In this order:
 
-    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`, :meth:`require_masters_match_weights`.
-       They give the same on all ranks, or ranks do not hold the same model.
+    1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`. They give the same on all ranks, or ranks do
+       not hold the same model. To plan, and at each save: :meth:`require_masters_match_weights`, which looks at what
+       this rank holds, and may fail on one rank alone.
     2. :meth:`replicated` and :meth:`local_elements`, any number of times, for tensors that :meth:`spread` names. They
        do not communicate; ranks may call them at any time and in any order.
     3. :meth:`require_device_memory`, then inside one :meth:`opened`, :meth:`gathered` any number of times, for all
-       other tensors. All ranks call it with the same specs in the same order; a rank that fails in it has taken part
-       first.
+       other tensors. All ranks call it with the same specs in the same order; a rank that fails raises only after it
+       has taken part.
 
-    Where a spec has ``from_master``, its fp32 master is read.
+    Where a spec has ``from_master``, its fp32 master is read. :meth:`specs` never sets it: for ``dtype='float32'``,
+    plan_saves() sets it in the specs that have a master.
 
     Attributes:
         memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.
@@ -86,8 +94,9 @@ class Source:
         for name, tensor in self._tensors.items():
             shape, code, aliases = self._full_shape(tensor), dtype_code(tensor.dtype), tuple(self._aliases[name])
             has_master = self._has_master(tensor)
+            # Trained in 16 bits without a master that can be read: dtype='float32' widens it, with a warning
             master_lost = code in HALF_DTYPES and tensor.requires_grad and not has_master
-            found.append(TensorSpec(name, shape, code, aliases, has_master, master_lost=master_lost))
+            found.append(TensorSpec(name, shape, code, aliases, has_master=has_master, master_lost=master_lost))
         return found
 
     @property
@@ -134,11 +143,10 @@ class Source:
     def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's elements of a parameter's 16-bit weights, and the same elements of their master."""
         tensor = self._tensors[spec.name]
-        mapping = tensor._hp_mapping
-        if mapping is None:
+        fragment = local_fragment(tensor)
+        if fragment is None:
             return None
-        start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-        return tensor.detach().reshape(-1)[start : start + numel], mapping.get_hp_fragment().detach().reshape(-1)
+        return tensor.detach().reshape(-1)[fragment.start : fragment.stop], master_of_fragment(tensor)
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
         """Names of the tensors that :meth:`local_elements` can read, and which elements each rank holds.
@@ -162,7 +170,14 @@ class Source:
         return self._spread_over(tensor.numel(), (), self._world_size)
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
-        """The spread of what each of several groups of ranks holds together, in the order of its ranks."""
+        """The spread of a tensor that each of several groups of ranks holds together, in the order of its ranks.
+
+        None if the group's ranks are not evenly spaced.
+
+        Args:
+            each: Elements per rank of a group; the last rank may have fewer.
+            skipped: Elements of the group's flat buffer before this tensor.
+        """
         strides = self._strides(group)
         if strides is None:
             return None
@@ -176,7 +191,7 @@ class Source:
         return self._spreads[id(tensor)]
 
     def _local_range(self, tensor: torch.Tensor) -> range:
-        """This rank's elements of a sliced tensor."""
+        """This rank's elements of a partitioned tensor."""
         spread = self._once_spread_of(tensor)
         return range(0) if spread is None else spread.held_by(self._rank, with_replicas=True)
 
@@ -191,10 +206,10 @@ class Source:
         tensor = self._tensors[spec.name]
         if not spec.from_master:
             return LocalElements(0, tensor.detach().reshape(-1))
-        mapping = tensor._hp_mapping
-        if mapping is None:  # the master is entirely on other ranks
+        fragment = local_fragment(tensor)
+        if fragment is None:
             return LocalElements(0, tensor.new_empty(0, dtype=torch.float32))
-        return LocalElements(mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach().reshape(-1))
+        return LocalElements(fragment.start, master_of_fragment(tensor))
 
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
         """The tensors of which several ranks hold the same elements, which must be equal. Reads no data."""
@@ -210,7 +225,7 @@ class Source:
         """Allocate memory for a bucket and free it, for torch to keep: a rank without it would fail in the gather.
 
         Raises:
-            RuntimeError: A device of sliced parameters is out of memory.
+            RuntimeError: A device of partitioned parameters is out of memory.
         """
         parameters = [tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter)]
         spreads = ((tensor, self._once_spread_of(tensor)) for tensor in parameters)
@@ -220,8 +235,8 @@ class Source:
     def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Whole tensors by name. Runs on: all ranks, with the same specs.
 
-        The tensors may alias live memory, so callers must not write to them. They are valid until training goes on,
-        and need no rank to stay where it gathered: while one waits for its disk, the other ranks may be anywhere.
+        The tensors may alias live memory, so callers must not write to them. They are valid until training goes on.
+        Reading them involves no other rank: the others may have gone on while this one waits for its disk.
 
         Args:
             wanted: The names that this rank receives. For other names, it only takes part in gathering.
@@ -246,13 +261,13 @@ class Source:
 
     def _has_master(self, tensor: torch.Tensor) -> bool:
         is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-        return is_half and hasattr(tensor, '_hp_mapping') and self._has_fp32_masters
+        return is_half and may_have_master(tensor) and self._has_fp32_masters
 
     @cached_property
     def _has_fp32_masters(self) -> bool:
         """Whether masters are in fp32, not in 16 bits as with DeepSpeed's ``bf16_master_weights_and_grads``."""
-        mappings = (getattr(tensor, '_hp_mapping', None) for tensor in self._tensors.values())
-        dtypes = (mapping.get_hp_fragment().dtype for mapping in mappings if mapping is not None)
+        held = (tensor for tensor in self._tensors.values() if local_fragment(tensor) is not None)
+        dtypes = (master_of_fragment(tensor).dtype for tensor in held)
         return next(dtypes, torch.float32) == torch.float32
 
 

@@ -21,6 +21,26 @@ from xhf_hooks.planning.spread import Spread, in_rank_order
 _RANK_FACTOR, _NO_RANK = 2**43, 2**62
 
 
+def may_have_master(tensor: torch.Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-1 or 2 trains this parameter."""
+    return hasattr(tensor, '_hp_mapping')
+
+
+def local_fragment(tensor: torch.Tensor) -> range | None:
+    """The elements of a parameter's master that this rank holds; None if all are on other ranks."""
+    mapping = getattr(tensor, '_hp_mapping', None)
+    if mapping is None:
+        return None
+    address = mapping.lp_fragment_address
+    return range(address.start, address.start + address.numel)
+
+
+def master_of_fragment(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of the master, where :func:`local_fragment` says that there are some."""
+    fragment: torch.Tensor = tensor._hp_mapping.get_hp_fragment()
+    return fragment.detach().reshape(-1)
+
+
 def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collective) -> dict[str, Spread]:
     """Which elements of the masters each rank holds. Runs on: all ranks, with the same names.
 
@@ -31,10 +51,9 @@ def spread_of_fragments(tensors: Mapping[str, torch.Tensor], collective: Collect
     def fragments_of_this_rank() -> tuple[np.ndarray, np.ndarray]:
         ends, lengths = np.full(len(tensors), _NO_RANK), np.zeros(len(tensors), np.int64)
         for number, tensor in enumerate(tensors.values()):
-            if tensor._hp_mapping is not None:
-                address = tensor._hp_mapping.lp_fragment_address
-                ends[number] = collective.rank * _RANK_FACTOR + address.start + address.numel
-                lengths[number] = address.numel
+            if (fragment := local_fragment(tensor)) is not None:
+                ends[number] = collective.rank * _RANK_FACTOR + fragment.stop
+                lengths[number] = len(fragment)
         return ends, lengths
 
     if not tensors:

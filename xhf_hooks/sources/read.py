@@ -45,8 +45,12 @@ def in_host_memory(placement: Placement, elements: torch.Tensor, start: int = 0)
     return Chunk(placement, host_bytes(elements), start)
 
 
-def unsent(plan: SavePlan, source: Source, collective: Collective, to_host: ToHost) -> Generator[Chunk, None, None]:
-    """Yield what this rank writes, except what is sent. Runs on: all ranks, to the end.
+def in_place_and_gathered(
+    plan: SavePlan, source: Source, collective: Collective, to_host: ToHost
+) -> Generator[Chunk, None, None]:
+    """Yield what this rank writes that is in no round: its slices in place, then what ranks gather, by the bucket.
+
+    Runs on: all ranks, to the end.
 
     Failures here are remembered, and so must be those of the caller.
 

@@ -27,14 +27,16 @@ from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.copied import copied_chunks
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
-from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, unsent
+from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, in_place_and_gathered
 
 #: Ranks vote once per this many rounds. Until then a rank that has failed keeps sending and receiving.
 ROUNDS_PER_VOTE = 64
-#: Receive buffers: one is being filled while the other two wait for the disk.
+#: Receive buffers: one is being filled while the other two wait for the disk. A buffer is free again once no chunk
+#: refers to it; if none is free, the pool makes another one, and does not wait.
 _BUFFERS = 3
 
-#: Called with a round and an owner; reads this rank's slices for that owner, in the order of the message.
+#: Called with a round, an owner, and a function that puts elements into host memory and returns them as a chunk; reads
+#: this rank's slices for that owner, in the order of the message.
 ReadSlices = Callable[[int, int, ToHost], Iterable[Chunk]]
 
 
@@ -108,7 +110,7 @@ class SliceSender:
 
     def _make_buffers(self) -> None:
         self._pool = BufferPool(max(one_round.most_incoming_nbytes(self._rank) for one_round in self._rounds), _BUFFERS)
-        self._receive_buffer = torch.from_numpy(self._pool.take())
+        self._receive_buffer = torch.from_numpy(self._pool.take())  # used if a later take() fails
         most_outgoing = max(sum(one_round.outgoing(self._rank).values()) for one_round in self._rounds)
         self._packed = [host_memory(most_outgoing, pinned=self._pinned) for _ in range(2)]
 
@@ -168,7 +170,7 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
 
     with torch.no_grad():
         yield from SliceSender(plan, read, collective, pinned=source.is_on_a_device).chunks()
-        yield from unsent(plan, source, collective, in_host_memory)
+        yield from in_place_and_gathered(plan, source, collective, in_host_memory)
     yield from _copied(plan, collective)
 
 
@@ -184,7 +186,7 @@ class Snapshot:
     Args:
         plan: The plan of the save.
         slices: This rank's slices, by round and owner.
-        chunks: What this rank writes besides.
+        chunks: What this rank writes that is in no round: its slices in place, and gathered tensors.
     """
 
     def __init__(self, plan: SavePlan, slices: dict[tuple[int, int], list[Chunk]], chunks: list[Chunk]) -> None:
@@ -206,6 +208,7 @@ class Snapshot:
         chunks: list[Chunk] = []
 
         def hold(placement: Placement, elements: torch.Tensor, start: int = 0) -> Chunk:
+            # Aligned in memory as in the file, so that direct writes need no second copy
             return in_host_memory(placement, memory.hold(elements, placement.offset + start), start)
 
         with torch.no_grad(), collective.stage('snapshot'):
@@ -215,7 +218,7 @@ class Snapshot:
                 for owner in one_round.owners:
                     slices[number, owner] = [*reader.read(one_round.message(collective.rank, owner), hold)]
         with collective.stage('snapshot'):
-            chunks += unsent(plan, source, collective, hold)
+            chunks += in_place_and_gathered(plan, source, collective, hold)
             memory.synchronize()
         return cls(plan, slices, chunks)
 

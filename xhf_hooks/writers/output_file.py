@@ -82,7 +82,8 @@ class OutputFile:
     Args:
         path: Its path, for errors.
         fd: Its descriptor.
-        is_direct: Bypass the page cache. Only one thread may write then.
+        is_direct: Bypass the page cache. Only one thread may write with this object then, since a flag of its
+            descriptor is switched for each write.
         stays_cached: Leave what was written in the page cache, for somebody who reads it at once.
     """
 
@@ -100,7 +101,7 @@ class OutputFile:
 
         Args:
             identity: The file that rank 0 created.
-            direct: Bypass the page cache where possible. Only one thread may write then.
+            direct: Whether ``is_direct`` is wanted, where the file system takes direct writes well.
             stays_cached: As above.
 
         Raises:
@@ -146,11 +147,11 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 class WriteBehind:
     """Starts writing to the disk at once, and drops what is there from the page cache. Used by: all threads of a file.
 
-    By default, a save fills the page cache, evicts the training data, and is written back only at the very end. With
-    early write-back the disk works from the first bytes on, and the whole save reuses the same few pages. Measured for
-    1.66 GB, until flushed: 0.6 s; O_DIRECT 0.9 s; the page cache and fsync 0.8 to 3.5 s, depending on how costly fresh
-    pages are at that moment. With two ranks (medians of five runs): windows of 32 MB, two underway, 0.54 to 0.55 s; of
-    8 MB, four underway, 0.63 to 0.78 s.
+    Without this class, a save fills the page cache, evicts the training data, and is written back only at the very end.
+    With early write-back the disk works from the first bytes on, and the whole save reuses the same few pages. Measured
+    for 1.66 GB, until flushed: 0.6 s; O_DIRECT 0.9 s (saves in the background use it: it costs training less); the page
+    cache and fsync 0.8 to 3.5 s, depending on how costly fresh pages are at that moment. With two ranks (medians of
+    five runs): windows of 32 MB, two underway, 0.54 to 0.55 s; of 8 MB, four underway, 0.63 to 0.78 s.
 
     Args:
         stays_cached: Drop nothing.

@@ -92,7 +92,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
         plan=plan,
         planned=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
         strategy=strategy,
-        in_background=False,
+        background=None,
         collective=SimpleNamespace(world_size=world_size),
     )
     log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
