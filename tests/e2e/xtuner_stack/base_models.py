@@ -66,7 +66,10 @@ def make_internlm2(folder: Path) -> None:
     folder.mkdir()
     for file in INTERNLM2_CODE.glob('*_internlm2.py'):
         shutil.copy(file, folder)
-    config = dict(DECODER, attn_implementation='eager', bias=False, architectures=['InternLM2ForCausalLM'])
+    # What the code reads, and its config class has no default for
+    config = dict(
+        DECODER, attn_implementation='eager', bias=False, pretraining_tp=1, architectures=['InternLM2ForCausalLM']
+    )
     config['auto_map'] = {
         'AutoConfig': 'configuration_internlm2.InternLM2Config',
         'AutoModel': 'modeling_internlm2.InternLM2ForCausalLM',
