@@ -101,8 +101,10 @@ def user(number: int) -> Iterator[None]:
 
 @pytest.mark.needs('root')
 @pytest.mark.parametrize('takes_all', [False, True])
-def test_an_evaluation_as_another_user_wrote_into_a_save(said, takes_all):
+def test_an_evaluation_as_another_user_wrote_into_a_save(said, tmp_path, takes_all):
     """In a container it is root; its results stay, and saves and runs go on. What cannot be deleted is told once."""
+    # What a first save imports is imported here: the other user may be unable to read the environment, as on CI.
+    commit_one(CheckpointFolder(tmp_path / 'hf_model', 1), 1)
     with tempfile.TemporaryDirectory() as name:
         parent = Path(name)
         os.chown(parent, NOBODY, NOBODY)
