@@ -212,6 +212,9 @@ def _config_of_run(
     if not is_of_trainer and _sizes(config) != _sizes(of_base):
         meta_model.notes.append(f'{folder}/config.json is of another model than {base}: it is not taken')
         return None
+    if type(config) is not type(of_base) and type(config).__name__ == type(of_base).__name__:
+        # Of custom code that is in both folders: the model's class will be the base's, which wants its own config class
+        config = type(of_base).from_pretrained(str(folder))
     if is_of_trainer or base != str(folder):
         forget_use_cache(config, LocatedBase.locate(base))
         config._name_or_path = base

@@ -20,5 +20,5 @@ def source_for(model: nn.Module) -> Source:
         ModelError: It is split in a way that no source can read.
     """
     refuse_other_parallelism(model)
-    accepting = [cls for cls in SOURCES.module_dict.values() if cls.accepts(model)]
-    return accepting[-1](model)
+    last_first = reversed(SOURCES.module_dict.values())
+    return next(cls for cls in last_first if cls.accepts(model))(model)

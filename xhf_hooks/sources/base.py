@@ -80,6 +80,7 @@ class Source:
         self._tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
         self._strides = cache(_strides_of)  # which takes time for very many ranks
+        self._size_of_group = cache(dist.get_world_size)
         self._spread_over = cache(spread_over)  # many tensors have one size
         self._spreads: dict[int, Spread | None] = {}
 
@@ -181,7 +182,7 @@ class Source:
         strides = self._strides(group)
         if strides is None:
             return None
-        split = *strides, dist.get_world_size(group), max(1, each)
+        split = *strides, self._size_of_group(group), max(1, each)
         return self._spread_over(numel, (split,), self._world_size, skipped)
 
     def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:

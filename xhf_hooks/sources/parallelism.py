@@ -70,8 +70,8 @@ def refuse_other_parallelism(model: nn.Module) -> None:
             f'{type(model).__name__}: expected the same layers on every rank, found pipeline parallelism of DeepSpeed '
             f'(PipelineModule). Train a PreTrainedModel with {_USE_ZERO_3}'
         )
-    modules = modules_in(model)
-    parameters = parameters_of(modules)
+    modules = [*modules_in(model)]
+    parameters = [*parameters_of(modules)]
     has_experts = any(_is_deepspeeds(each, 'AutoEPMoELayer') for each in set(map(type, modules)))
     if has_experts or any(map(_is_of_some_ranks, parameters)):
         experts = [name for name, module in model.named_modules() if _is_deepspeeds(type(module), 'AutoEPMoELayer')]
@@ -85,7 +85,7 @@ def refuse_other_parallelism(model: nn.Module) -> None:
         if _is_split(parameter) and (problem := _why_unreadable(parameter)) is not None:
             raise ModelError(f"{name}: split by AutoTP (DeepSpeed's tensor parallelism, autotp_size), {problem}")
     for module in modules:  # of transformers 5.0 to some version before 5.23; in 4, packed weights
-        if getattr(module, '_tp_size', None) not in (None, 1) and not _is_split_into_dtensors(module):
+        if vars(module).get('_tp_size') not in (None, 1) and not _is_split_into_dtensors(module):
             raise ModelError(
                 f'{type(module).__name__}: expected DTensors, which know what part of a tensor each rank holds, found '
                 f'other tensors, which this version of transformers makes for tensor or expert parallelism (tp_plan). '

@@ -92,25 +92,30 @@ class SliceReader:
             mine, placement = portion.held_by(self._rank), portion.placement
             if not mine:
                 continue
-            own = self._local_elements(portion)
+            first = placement.source_range.start
+            own = self._local_elements(portion, range(first + mine.start, first + mine.stop))
             for start in mine[::_PART_NUMEL]:
-                first = placement.source_range.start + start - own.start
-                part = own.elements[first : first + min(_PART_NUMEL, mine.stop - start)]
+                begin = first + start - own.start
+                part = own.elements[begin : begin + min(_PART_NUMEL, mine.stop - start)]
                 yield to_host(placement, part.to(TORCH_DTYPES[placement.dtype]), start * portion.width)
 
-    def _local_elements(self, portion: Portion) -> LocalElements:
+    def _local_elements(self, portion: Portion, needed: range) -> LocalElements:
+        """What this rank holds of the portion's source tensor.
+
+        Raises:
+            TensorError: The elements ``needed`` of the source tensor are not among them.
+        """
         spec = portion.read
         if self._last is None or self._last[0] != spec.name:
             self._last = spec.name, self._source.local_elements(spec)
         own = self._last[1]
-        elements, first = portion.spread.held_by(self._rank), portion.placement.source_range.start
-        start, end = elements.start + first, elements.stop + first
         found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
-        if start < found.start or end > found.stop or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:
+        are_found = found.start <= needed.start and needed.stop <= found.stop
+        if not are_found or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:
             raise TensorError(
-                f'{spec.name}: {portion.placement.hf_name} needs elements {start} to {end} in {spec.dtype} from rank '
-                f"{self._rank}, which has {found.start} to {found.stop} in {dtype}. Set writer='gather', which needs "
-                f'no slices'
+                f'{spec.name}: {portion.placement.hf_name} needs elements {needed.start} to {needed.stop} in '
+                f'{spec.dtype} from rank {self._rank}, which has {found.start} to {found.stop} in {dtype}. Set '
+                f"writer='gather', which needs no slices"
             )
         return own
 

@@ -235,9 +235,8 @@ def _is_partitioned(tensor: torch.Tensor) -> bool:
 
 
 def _is_on_nvme(tensor: torch.Tensor) -> bool:
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    return _is_partitioned(tensor) and tensor.ds_tensor.status is not PartitionedParamStatus.AVAILABLE
+    # DeepSpeed's PartitionedParamStatus (runtime/swap_tensor/partitioned_param_swapper.py)
+    return _is_partitioned(tensor) and tensor.ds_tensor.status.name != 'AVAILABLE'
 
 
 def _is_quantized(tensor: torch.Tensor) -> bool:
