@@ -32,8 +32,8 @@ PURE = (
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
-    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers', 'registry',
-    'planning', 'collective', 'compat', 'base_files', 'format', 'system', 'model', 'errors',
+    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers',
+    'planning', 'collective', 'compat', 'base_model', 'registry', 'format', 'system', 'model', 'errors',
 )  # fmt: skip
 
 

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from xhf_hooks.base_files import (
+from xhf_hooks.base_model.files import (
     PROCESSOR_FILES,
     VOCABULARY_FILES,
-    CopiedTokenizer,
     LocatedBase,
-    PartAndTokenizer,
     base_of,
-    load_tokenizer,
 )
+from xhf_hooks.base_model.tokenizer import CopiedTokenizer, PartAndTokenizer, load_tokenizer
 from xhf_hooks.system.files import errors_naming
 
 CONFIG = 'tokenizer_config.json'

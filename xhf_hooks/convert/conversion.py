@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.compat.peft import edits_base_again
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_files import (
-    CopiedTokenizer,
+from xhf_hooks.base_model.files import (
     LocatedBase,
     base_of_model,
     is_remote_code,
-    load_or_copy_tokenizer,
     warn_of_revisions,
 )
+from xhf_hooks.base_model.tokenizer import CopiedTokenizer, load_or_copy_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import names_by_identity, token_embeddings

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xhf_hooks.base_files import LocatedBase
+from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.format.index import weight_files

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from xhf_hooks.base_files import LocatedBase
+from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header

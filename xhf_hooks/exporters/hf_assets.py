@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_files import (
+from xhf_hooks.base_model.files import (
     PROCESSOR_FILES,
     LocatedBase,
     has_auto_class,

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from xhf_hooks.base_files import is_remote_code
+from xhf_hooks.base_model.files import is_remote_code
 from xhf_hooks.compat.transformers import (
     converts_weights,
     ignored_keys,

@@ -64,6 +64,9 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self.close()
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
+        out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
+        # It may lie inside work_dir, but a save must not replace work_dir
+        require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         _warn_about_hooks_of_this_name(runner, log)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         lacks_scores = self.save_best is not None and not validates(runner)
@@ -75,9 +78,6 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
         if has_head(unwrapped.model):
             unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
-        out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
-        # It may lie inside work_dir, but a save must not replace work_dir
-        require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         self._saves = CheckpointManager.open(
             unwrapped,
             out_dir,

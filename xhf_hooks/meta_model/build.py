@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import LocatedBase, find_base_file
+from xhf_hooks.base_model.files import LocatedBase, find_base_file
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError
 from xhf_hooks.exporters.hf_assets import forget_use_cache

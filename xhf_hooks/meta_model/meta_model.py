@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import find_base_folder
+from xhf_hooks.base_model.files import find_base_folder
 from xhf_hooks.compat.transformers import ignored_keys, record_conversions, recorded_conversions
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base

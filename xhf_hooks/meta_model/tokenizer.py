@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from xhf_hooks.base_files import PROCESSOR_FILES, LocatedBase, find_base_folder, load_tokenizer
+from xhf_hooks.base_model.files import PROCESSOR_FILES, LocatedBase, find_base_folder
+from xhf_hooks.base_model.tokenizer import load_tokenizer
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.background.background_tasks import wait_until
-from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError, XhfError
 from xhf_hooks.options import CallOptions, RunOptions

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
-from xhf_hooks.base_files import LocatedBase
+from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 
 

@@ -41,7 +41,7 @@ from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import VISION_TOWER, build
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
-from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for

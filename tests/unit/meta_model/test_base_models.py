@@ -25,7 +25,7 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available, has_class_for
 from xhf_hooks import save_hf
-from xhf_hooks.base_files import PROCESSOR_FILES
+from xhf_hooks.base_model.files import PROCESSOR_FILES
 from xhf_hooks.cli.convert import main
 from xhf_hooks.compat.transformers import text_config
 

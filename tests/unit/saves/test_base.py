@@ -14,7 +14,7 @@ from tests.helpers.models.model_folder import edit_json, save_model
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.base_files import base_dirs_of
+from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places.access import prepare_targets

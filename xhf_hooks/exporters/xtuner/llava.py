@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_files import LocatedBase, base_of_model
+from xhf_hooks.base_model.files import LocatedBase, base_of_model
 from xhf_hooks.compat.transformers import accepted_options, dtype_field
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets

@@ -36,9 +36,9 @@ VOCABULARY_FILES = (
     'tekken.json',
 )
 #: Files that transformers writes. A folder with none of them, but a vocabulary, may be for another library.
-_TRANSFORMERS_TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json')
+TRANSFORMERS_TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json')
 #: Files of a tokenizer. A folder has one if it has one of these.
-TOKENIZER_FILES = (*_TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
+TOKENIZER_FILES = (*TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
 #: More files of a tokenizer, which make no tokenizer without the files above.
@@ -317,74 +317,3 @@ def modules_named_by(settings: Mapping[str, bytes]) -> set[str]:
         for each in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
             names += each if isinstance(each, list) else [each]
     return {f'{name.rpartition(".")[0]}.py' for name in names if isinstance(name, str) and '--' not in name}
-
-
-class CopiedTokenizer:
-    """A tokenizer or processor whose files are copied: it has code that must not run, or cannot be loaded here.
-
-    Args:
-        base: The base model that has the files.
-        reason: Why, for the log.
-    """
-
-    def __init__(self, base: LocatedBase, reason: str) -> None:
-        self._base = base
-        self.reason = reason
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files, and the code that they name."""
-        files = self._base.read_files((*TOKENIZER_FILES, *MORE_TOKENIZER_FILES, *PROCESSOR_FILES))
-        code, _ = self._base.read_code(files)
-        for name, content in {**code, **files}.items():
-            Path(folder, name).write_bytes(content)
-
-
-@dataclass(eq=False)
-class PartAndTokenizer:
-    """An image processor or the like of the run, and the tokenizer that is saved with it.
-
-    Attributes:
-        part: Written first.
-    """
-
-    part: Any
-    tokenizer: Any
-
-
-def load_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any) -> Any | None:
-    """The base model's tokenizer, by ``from_pretrained``; None if it has none. Runs on: rank 0."""
-    if not any(base.find_file(name) for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    options = {**options, 'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    return AutoTokenizer.from_pretrained(base.loadable_name(), **options)
-
-
-def load_or_copy_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any) -> Any | None:
-    """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
-    try:
-        return load_tokenizer(base, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
-        settings = base.read_files(('tokenizer_config.json',))
-        if not trust_remote_code and modules_named_by(settings):
-            return CopiedTokenizer(base, 'it has code of its own, which is not run')
-        if any(base.find_file(name) for name in _TRANSFORMERS_TOKENIZER_FILES):
-            raise
-        return CopiedTokenizer(base, f'it cannot be loaded here: {error_text(error)}')
-
-
-def load_processor(base: LocatedBase, *, trust_remote_code: bool) -> Any | None:
-    """The base's processor, or its image processor or the like; None if it has none or it cannot be loaded here."""
-    if not any(base.find_file(name) for name in PROCESSOR_FILES):
-        return None
-    from transformers import AutoProcessor
-
-    options = {'trust_remote_code': trust_remote_code, 'local_files_only': True}
-    try:
-        processor = AutoProcessor.from_pretrained(base.loadable_name(), **options)
-    except Exception:  # of any type: custom code that is not trusted, or a package that is missing here
-        return None
-    # The tokenizer in it keeps this option in transformers 4.36, and would save it
-    getattr(getattr(processor, 'tokenizer', None), 'init_kwargs', {}).pop('trust_remote_code', None)
-    return processor
