@@ -101,8 +101,9 @@ run() {
 }
 
 first_tier() {
-    (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit tests/e2e --ignore=tests/e2e/xtuner_stack) &
-    show ranks test_with .venv ranks -m 'not needs' tests/distributed
+    (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit) &
+    run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/distributed/test_[a-c]*.py &
+    show ranks test_with .venv ranks -m 'not needs' tests/distributed/test_[!a-c]*.py
 }
 
 second_tier() {
@@ -142,7 +143,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit xtuner needs transformers4 docs; do
+    for name in lint unit e2e xtuner needs transformers4 docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
