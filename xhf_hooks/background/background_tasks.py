@@ -43,7 +43,7 @@ Job = TypeVar('Job')
 class BackgroundTask(ABC, Generic[Job]):
     """Works on one save after another, in a thread of low priority that waits for work from :meth:`start` on.
 
-    No thread can be started while the process exits, nor perhaps when a save is due. A task keeps neither the run
+    It is started before training, since a process that exits can start no thread. A task keeps neither the run
     nor its model in memory once a save is done: a run that is never closed can be forgotten.
 
     Attributes:

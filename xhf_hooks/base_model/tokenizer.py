@@ -20,11 +20,12 @@ from xhf_hooks.errors import BaseModelError
 from xhf_hooks.format.text import error_text
 from xhf_hooks.registry import build_from_config
 
-#: Base classes of the parts of a processor besides its tokenizer; those of video are also those of images.
+#: Base classes of the parts of a processor besides its tokenizer. In this order: a video processor is an
+#: ImageProcessingMixin, too.
 _KINDS_OF_PARTS = ('BaseVideoProcessor', 'ImageProcessingMixin', 'FeatureExtractionMixin')
 
 
-class CopiedTokenizer:
+class CopiedFiles:
     """A tokenizer or processor whose files are copied: it has code that must not run, or cannot be loaded here.
 
     Args:
@@ -67,16 +68,16 @@ def load_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any
 
 
 def load_or_copy_tokenizer(base: LocatedBase, *, trust_remote_code: bool, **options: Any) -> Any | None:
-    """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedTokenizer`."""
+    """As :func:`load_tokenizer`; a tokenizer with code that is not trusted is a :class:`CopiedFiles`."""
     try:
         return load_tokenizer(base, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # of any type, from a tokenizer library that reads damaged or unknown files
         settings = base.read_files(('tokenizer_config.json',))
         if not trust_remote_code and modules_named_by(settings):
-            return CopiedTokenizer(base, 'it has code of its own, which is not run')
+            return CopiedFiles(base, 'it has code of its own, which is not run')
         if any(base.find_file(name) for name in TRANSFORMERS_TOKENIZER_FILES):
             raise
-        return CopiedTokenizer(base, f'it cannot be loaded here: {error_text(error)}')
+        return CopiedFiles(base, f'it cannot be loaded here: {error_text(error)}')
 
 
 def load_processor(base: LocatedBase, *, trust_remote_code: bool) -> Any | None:
@@ -96,21 +97,29 @@ def load_processor(base: LocatedBase, *, trust_remote_code: bool) -> Any | None:
 
 
 def load_from_folder(base: LocatedBase) -> Any | None:
-    """The processor with its tokenizer, or the tokenizer, of a folder that the user named; None if it has none."""
+    """The processor with its tokenizer, or the tokenizer, of a folder that the user named; None if it has none.
+
+    Beside a tokenizer without a processor class there may be an image processor or the like; both are given then.
+    """
+    from transformers import PreTrainedTokenizerBase
+
     found = load_processor(base, trust_remote_code=False)
+    if isinstance(found, PreTrainedTokenizerBase):  # what AutoProcessor gives if the folder names no processor class
+        found = None
     if found is not None and has_tokenizer(found):
         return found
     tokenizer = load_or_copy_tokenizer(base, trust_remote_code=False)
     if tokenizer is None:
         return found
-    if not isinstance(tokenizer, CopiedTokenizer) and any(base.find_file(name) for name in PROCESSOR_FILES):
-        return PartAndTokenizer(found or CopiedTokenizer(base, 'its processor cannot be loaded here'), tokenizer)
-    return tokenizer
+    if isinstance(tokenizer, CopiedFiles) or not any(base.find_file(name) for name in PROCESSOR_FILES):
+        return tokenizer  # copied files include those of the processor
+    # The part is written first, so files of the loaded tokenizer replace those that are copied
+    return PartAndTokenizer(found or CopiedFiles(base, 'its processor cannot be loaded here'), tokenizer)
 
 
 def warn_of_copy(tokenizer: Any | None, where: str) -> list[str]:
     """A warning if the tokenizer is copied and not loaded."""
-    if not isinstance(tokenizer, CopiedTokenizer):
+    if not isinstance(tokenizer, CopiedFiles):
         return []
     return [f'the tokenizer of {where} is copied as it is: {tokenizer.reason}']
 

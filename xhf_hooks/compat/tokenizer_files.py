@@ -28,7 +28,7 @@ from xhf_hooks.base_model.files import (
     LocatedBase,
     base_of,
 )
-from xhf_hooks.base_model.tokenizer import CopiedTokenizer, PartAndTokenizer, load_tokenizer
+from xhf_hooks.base_model.tokenizer import CopiedFiles, PartAndTokenizer, load_tokenizer
 from xhf_hooks.system.files import errors_naming
 
 CONFIG = 'tokenizer_config.json'
@@ -71,7 +71,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_model: LocatedBase) -> li
     """
     from transformers import PreTrainedTokenizerBase
 
-    if isinstance(tokenizer, CopiedTokenizer):
+    if isinstance(tokenizer, CopiedFiles):
         tokenizer.save_pretrained(folder)
         return []
     if isinstance(tokenizer, PartAndTokenizer):

@@ -14,7 +14,7 @@ from xhf_hooks.base_model.files import (
     is_remote_code,
     warn_of_revisions,
 )
-from xhf_hooks.base_model.tokenizer import CopiedTokenizer, load_or_copy_tokenizer
+from xhf_hooks.base_model.tokenizer import CopiedFiles, load_or_copy_tokenizer
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import names_by_identity, token_embeddings
@@ -132,7 +132,7 @@ class Exporter(ABC):
         base = self.base_model
         if base.n_tokens is None:
             tokenizer = self.base_tokenizer()
-            base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedTokenizer) else len(tokenizer)
+            base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedFiles) else len(tokenizer)
         return base.n_tokens
 
     @abstractmethod

@@ -25,23 +25,26 @@ if TYPE_CHECKING:
 def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporter) -> tuple[Any | None, list[str]]:
     """The tokenizer of the option, else of the run, else of the base model; and warnings.
 
-    Where the run has only a recipe for one, the tokenizer of the model goes first: it may have got more tokens. To an
-    image processor or feature extractor come the other parts of the base's processor.
+    If the run has none, or only a recipe for one (a config, a folder), ``model.tokenizer`` or ``model.processor``
+    counts as the run's: tokens may have been added to it. An image processor or feature extractor alone is completed
+    with the other parts of the base's processor.
 
     Raises:
         OptionError: The option names a folder without tokenizer files.
     """
-    is_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
-    if is_recipe and exporter.tokenizer_of_model is not None:
+    is_none_or_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
+    if is_none_or_recipe and exporter.tokenizer_of_model is not None:
         of_the_run = exporter.tokenizer_of_model
     tokenizer = of_the_run if option is None else option
-    warnings = exporter.warn_of_revisions()
+    warnings = exporter.warn_of_revisions()  # if it is unknown which revision of the base was loaded, it gives none
     if isinstance(tokenizer, (str, Path)):
         folder = LocatedBase.locate(str(tokenizer))
         tokenizer = load_from_folder(folder)
         if tokenizer is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', folder.name)
         warnings += warn_of_copy(tokenizer, repr(folder.name))
+        if isinstance(tokenizer, PartAndTokenizer):
+            return tokenizer, warnings
     if isinstance(tokenizer, dict):
         tokenizer = build_tokenizer(tokenizer)
     base = f'the base model {exporter.base_model.name!r}' if exporter.base_model.name else 'a base model'
@@ -49,13 +52,14 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
         if has_tokenizer(tokenizer):
             return tokenizer, warnings
         return _with_parts_of_base(tokenizer, base, exporter, warnings)
-    if tokenizer is not None:
+    is_refused = tokenizer is not None
+    if is_refused:
         found_kind = f'{type(tokenizer).__module__}.{type(tokenizer).__qualname__}'
         warnings.append(f"the run's tokenizer is a {found_kind}, not one of transformers: it is not saved")
     tokenizer = exporter.base_tokenizer()
     if tokenizer is None and exporter.has_vocabulary:
         warnings.append(f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer')
-    elif tokenizer is not None and warnings:
+    elif tokenizer is not None and is_refused:
         warnings.append(f'the tokenizer of {base} will be saved')
     return tokenizer, warnings + warn_of_copy(tokenizer, base)
 

@@ -47,7 +47,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._schedule = Schedule(-1, by_epoch=False)  # until training begins
-        self._best = self._best_metric()
+        self._best = self._best_metric()  # now, so that a wrong option is an error when the hook is built
         self._has_compared = False
         # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
         # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built. So
@@ -70,7 +70,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         _warn_about_hooks_of_this_name(runner, log)
         self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
         lacks_scores = self.save_best is not None and not validates(runner)
-        self._best = None if lacks_scores else self._best_metric()
+        self._best = None if lacks_scores else self._best_metric()  # anew: it keeps the scores of one training
         self._has_compared = False
         is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
         saves_anyway = self.save_last or self._best is not None or is_asked

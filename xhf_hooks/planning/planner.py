@@ -37,7 +37,7 @@ def make_plan(
     strategy: WriteStrategy = WriteStrategy.GATHER,
     world_size: int = 1,
     spread: Mapping[str, Spread] | None = None,
-    split_replicas: bool = False,
+    send_shares_of_replicas: bool = False,
     round_nbytes: int = 1,
 ) -> SavePlan:
     """Decide every file, offset, round and bucket of a save.
@@ -50,9 +50,9 @@ def make_plan(
             the save has several file sets (:class:`.FileSet`), such as those of a model's parts.
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
-        split_replicas: Of a tensor that every rank holds whole, and whose slices would be sent to the owner ('stream'
-            and 'parallel'). True: each rank sends a share of it. False: the owner reads its own replica, and nothing is
-            sent. With 'positional', each rank writes its share in any case.
+        send_shares_of_replicas: For tensors that every rank holds whole, and whose slices would be sent to the owner
+            ('stream' and 'parallel'). True: each rank sends a share. False: the owner reads its own replica, and
+            nothing is sent. With 'positional', each rank writes its share in any case.
         round_nbytes: Most bytes that an owner receives in one round.
 
     Raises:
@@ -91,7 +91,7 @@ def make_plan(
     copied = [replace(one, placement=replace(one.placement, owner=owner_of[one.placement])) for one in to_copy]
     # One of each placement; fill_rounds() below cuts the large ones into parts
     portions = [portion for group in _owned(sent, owner_of) for portion in portions_of(group)]
-    if not split_replicas:
+    if not send_shares_of_replicas:
         portions = [read_by_owner(one, world_size) if one.spread.on_every_rank else one for one in portions]
     # Owners take turns, so that each bucket has groups of as many owners as possible, which write at the same time
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))

@@ -123,8 +123,8 @@ class CheckpointManager:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(run, places_of(options, targets))
-        # Runs that were interrupted, such as one in an earlier notebook cell: not closed, though no method of their
-        # trainer is being executed
+        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run that is still open counts as
+        # interrupted if no method of its trainer is being executed
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -270,8 +270,8 @@ class CheckpointManager:
         """
         self._work.block_if_process_is_ending()
         if self._saving is not None and self._saving.done():
-            may_fail_alone = not self.outcomes.raises or self.collective.world_size == 1
-            if self._saving.exception() is None or may_fail_alone:
+            leaves_no_rank_behind = not self.outcomes.raises or self.collective.world_size == 1
+            if self._saving.exception() is None or leaves_no_rank_behind:
                 self.wait_for_background_save()
         if self._work.on_saved is not None:
             self.outcomes.pass_on(self._work.on_saved.results)
@@ -370,7 +370,7 @@ class CheckpointManager:
         return self.collective.any(has_changed, 'finish')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """As :func:`.manifests_of_targets`: of the saves that those in ``extra_targets`` would replace."""
+        """As :func:`.manifests_of_targets`, for the extra targets: saves of this run will replace these saves."""
         return manifests_of_targets(self.extra_targets, self._work.uploads)
 
     def close(self) -> None:

@@ -55,13 +55,14 @@ def plan_saves(
     collective: Collective,
     log: RunLog,
     *,
-    split_replicas: bool,
+    send_shares_of_replicas: bool,
 ) -> Planned:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
 
     Args:
-        split_replicas: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies less while
-            training waits. In the foreground the owner's own replica is cheaper than shares that it receives.
+        send_shares_of_replicas: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies
+            less while training waits. In the foreground the owner's own replica is cheaper than shares that it
+            receives.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -101,7 +102,7 @@ def plan_saves(
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            split_replicas=split_replicas,
+            send_shares_of_replicas=send_shares_of_replicas,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')

@@ -105,7 +105,9 @@ class Saver:
         """
         with collective.stage('plan'):
             source = source_for(unwrapped.root)
-            planned = plan_saves(unwrapped, source, options, strategy, collective, log, split_replicas=in_background)
+            planned = plan_saves(
+                unwrapped, source, options, strategy, collective, log, send_shares_of_replicas=in_background
+            )
         background = SavesInBackground(Collective.connect()) if in_background else None
         with collective.stage('start threads'):
             pending_nbytes = bucket_nbytes_of(options)  # one bucket waits for the disk while the next one is gathered
@@ -235,7 +237,7 @@ class Saver:
                 self.strategy,
                 self.collective,
                 self.log,
-                split_replicas=self.background is not None,
+                send_shares_of_replicas=self.background is not None,
             )
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()

@@ -57,7 +57,7 @@ class Writer:
 
     @classmethod
     def start(cls, pending_nbytes: int, *, in_background: bool = False, stays_cached: bool = False) -> Writer:
-        """Start the thread that writes. No thread can be started while the process exits, nor perhaps at a save."""
+        """Make a writer, and start its thread. Call it before training: a process that exits can start no thread."""
         writer = cls(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
         threading.Thread(target=writer._work, name='xhf-writer', daemon=True).start()
         return writer

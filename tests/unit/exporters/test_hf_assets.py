@@ -404,6 +404,24 @@ def test_an_image_processor_without_a_processor(has_tokenizer, tmp_path):
     assert [warning.startswith(told) for warning in warnings] == ([] if has_tokenizer else [True])
 
 
+@pytest.mark.parametrize('part', ['loads', 'has code of its own'])
+def test_the_option_names_a_folder_with_a_tokenizer_and_a_part(part, tmp_path):
+    """Both are saved: the option names this folder."""
+    model = build('llama')
+    tokenizer(9).save_pretrained(tmp_path / 'named')
+    ViTImageProcessor(size=dict(height=8, width=8)).save_pretrained(tmp_path / 'named')
+    settings = tmp_path / 'named' / 'preprocessor_config.json'
+    if part == 'has code of its own':
+        own = dict(image_processor_type='Own', auto_map=dict(AutoImageProcessor='own.Own'))
+        (tmp_path / 'named' / 'own.py').write_text('# the code')
+        settings.write_text(json.dumps({**read_json(settings), **own}))
+    found, warnings = find_tokenizer(str(tmp_path / 'named'), None, HuggingFaceExporter(model, None))
+    assert warnings == [] and written(tmp_path / 'found', model, tokenizer=found) == []
+    assert read_json(tmp_path / 'found' / settings.name)['size'] == dict(height=8, width=8)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / 'found')) == 9
+    assert (tmp_path / 'found' / 'own.py').exists() == (part != 'loads')
+
+
 def test_a_model_without_words_needs_no_tokenizer(tmp_path):
     model = with_base(ViTModel(ViTConfig(**VISION_TOWER)), tmp_path / 'base')
     assert find_tokenizer(None, None, HuggingFaceExporter(model, None)) == (None, [])
