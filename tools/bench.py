@@ -8,6 +8,7 @@
     memory      memory and network traffic of every writer
     stall       how long a save stops training, and how much it slows down iterations
     upload      uploads to an object store by all ranks, compared with rank 0 alone, and beside training
+    start       what is planned and checked before training, for models of 8 to 671 billion parameters
     convert     conversion of a checkpoint, compared with other converters; needs XTuner's environment
     draw        measure nothing; make tables and charts again from DIR/NAME.json
 
@@ -30,7 +31,7 @@ from typing import Any
 # For what bench shares with tests/helpers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import convert
+from bench import convert, start
 from bench.chart import draw
 from bench.launch import MODELS, run_worker
 from bench.report import describe_machine, table
@@ -50,6 +51,7 @@ BENCHES: dict[str, dict[str, Any]] = {
     'memory': {**SAVES, **FLUSHED, 'billions': [0.2, 0.8, 1.6], 'repeats': 1, 'in_a_row': 2},
     'stall': {'billions': [0.8], 'ranks': [2], 'repeats': 5},
     'upload': {'billions': [0.8], 'ranks': [8], 'repeats': 3},
+    'start': {'repeats': 3},
     'convert': {'billions': [0.5, 1.5], 'repeats': 5},
     'draw': {},
 }
@@ -78,7 +80,10 @@ def measure(args: Namespace) -> dict[str, Any]:
     """All cases of a benchmark: each size with each number of ranks."""
     one = convert.measure if args.what == 'convert' else run_ranks
     numbers = getattr(args, 'ranks', [1])
-    cases = [one(args, n_ranks, billions) for n_ranks in numbers for billions in args.billions]
+    if args.what == 'start':
+        cases = [start.measure(args)]
+    else:
+        cases = [one(args, n_ranks, billions) for n_ranks in numbers for billions in args.billions]
     return {'machine': describe_machine(), 'repeats': args.repeats, 'cases': cases}
 
 

@@ -20,7 +20,9 @@ def table(what: str, measured: dict[str, Any]) -> str:
     """The tables in Markdown, one for each case."""
     if what == 'memory':
         return _memory_table(measured['cases'])
-    table_of = {'stall': _stall_table, 'convert': _convert_table, 'upload': _upload_table}.get(what, _save_table)
+    table_of = {'stall': _stall_table, 'convert': _convert_table, 'upload': _upload_table, 'start': _start_table}.get(
+        what, _save_table
+    )
     return '\n'.join(table_of(case) for case in measured['cases'])
 
 
@@ -155,6 +157,17 @@ def _convert_table(case: dict[str, Any]) -> str:
         'peak anonymous memory, MB': _figure('peak_mb', '{:.0f}'),
     }
     return _table(head, found, columns)
+
+
+def _start_table(case: dict[str, Any]) -> str:
+    columns = {
+        'tensors in files': _figure('tensors', '{:.0f}'),
+        'seconds': SECONDS,
+        'CPU seconds': _figure('cpu_secs', '{:.1f}'),
+        'of these, loading by transformers': _figure('loading_cpu_secs', '{:.1f}'),
+        'imports and the model, s': _figure('imports_and_model_secs', '{:.1f}'),
+    }
+    return _table('One process, the model on the meta device', medians(case), columns)
 
 
 def _upload_table(case: dict[str, Any]) -> str:
