@@ -342,14 +342,15 @@ class SaveOptions(_Options):
     )
     tokenizer: Any = _option(
         None,
-        "A tokenizer, its MMEngine config, or its folder. None: the run's own (``cfg.tokenizer``, or Trainer's "
-        "``processing_class``), otherwise a copy of the base model's files. If there is neither, a warning is "
-        "logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that "
+        "A tokenizer, its MMEngine config, or its folder. None: the run's own (``model.tokenizer``, "
+        "``cfg.tokenizer``, or Trainer's ``processing_class``), otherwise that of the base model. If there is "
+        "neither, a warning is logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that "
         'formats dialogues as in training, and generation_config gets its stop words.',
         _tokenizer,
         zh=(
-            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer（``c'
-            'fg.tokenizer``，或 Trainer 的 ``processing_class``），没有时复制基座模型的文件；都没有时在日志中给出'
+            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer（``m'
+            'odel.tokenizer``、``cfg.tokenizer``，或 Trainer 的 ``processing_class``），没有时用基座模型的；'
+            '都没有时在日志中给出'
             '警告。如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
             'eration_config 会带上它的停止词。'
         ),
@@ -513,7 +514,7 @@ class RunOptions(SaveOptions):
         True,
         'Also save when training ends, unless the last weights are saved already.',
         _switch,
-        zh='训练结束时也保存一次；最后的权重已经保存过时除外。',
+        zh='训练结束时也保存一次；如果最后的权重已经保存，就不再保存。',
     )
     async_save: bool = _option(
         False,

@@ -121,7 +121,8 @@ class HuggingFaceExporter(Exporter):
         embedding = input_embedding(self._reference)
         names = [name for name, tensor in module_tensors(self._reference) if tensor is embedding and name in own]
         rows = own[names[0]].shape[0] if names else None
-        if embedding is not None and rows not in (None, embedding.shape[0]):  # mllama's has more than vocab_size
+        # Not compared with vocab_size: mllama's embedding has more rows than that
+        if embedding is not None and rows not in (None, embedding.shape[0]):
             self._vocab_size = rows  # training resized it
             self._reference = self._build_reference(self._config)
         self._is_tied = self._misdescribed_tie(own)
@@ -193,12 +194,13 @@ class HuggingFaceExporter(Exporter):
         if problems['missing'] and not converts_weights():
             restored = tied_while_built(build_on_meta(kind, config, self._arguments), self._not_written)
         problems['missing'] = [name for name in problems['missing'] if name not in restored]
-        expected = ignored_names(self._reference) | restored
+        may_be_untied = ignored_names(self._reference) | restored  # names that the class never writes, or ties itself
         for _, names in names_by_identity(loaded):
             known = [name for name in names if name in self._names]
             if len({self._names[name].name for name in known}) > 1:
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
-            elif known and self._not_written.issuperset(known) and not expected.issuperset(known):
+            elif known and self._not_written.issuperset(known) and not may_be_untied.issuperset(known):
+                # None of its names is in the files, and loading ties it to no tensor that is
                 problems.setdefault('not tied to what is saved', []).append(known[0])
         if problems.get('tied, but trained apart'):
             require_none(problems, kind.__name__, f"set {TIE} to False in the model's config before training")
@@ -274,11 +276,10 @@ class HuggingFaceExporter(Exporter):
         ties = None if self._reference is None else are_embeddings_tied(self._reference, own)
         if ties is None:
             return None
-        is_tied, is_described = ties
-        is_right = is_tied == is_described
-        if self._adapters and not is_tied:  # merging in peft then sets the field to False, whether the class reads it
-            is_right = False
-        return None if is_right else is_tied
+        is_tied, is_tied_in_reference = ties
+        # A class may ignore the field. Newer peft sets it to False when it merges into such a model, too
+        is_changed_by_peft = bool(self._adapters) and not is_tied
+        return is_tied if is_tied != is_tied_in_reference or is_changed_by_peft else None
 
     def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
         # config.json has the dtype of the first float tensor. With adapters that may be peft's trained copy of a module

@@ -175,7 +175,10 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         self.saves.log.info(f'best {metric} so far, {score:.4f}')
 
     def _learn_of_best(self, best: BestMetric, hub: MessageHub) -> None:
-        """Read the scores of earlier best saves, since the resumed checkpoint may be older. Runs on: all ranks."""
+        """Read the scores of earlier best saves from their manifests. Runs on: all ranks.
+
+        MMEngine's checkpoint holds a best score, too (in the message hub), but may be older than the best save.
+        """
         saves = self.saves
         try:
             with saves.collective.stage('preflight'):

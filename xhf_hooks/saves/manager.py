@@ -365,12 +365,16 @@ class CheckpointManager:
         if self._saved_checksum is None:  # this frontend's trainer changes no weights after the last step
             return False
         has_changed = True
-        with contextlib.suppress(Exception):  # of any type: what cannot be read fails again in the save, with a message
+        with contextlib.suppress(Exception):  # of this rank alone: what cannot be read fails again in the save
             has_changed = self._saver.checksum_weights() != self._saved_checksum
         return self.collective.any(has_changed, 'finish')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """As :func:`.manifests_of_targets`, for the extra targets: saves of this run will replace these saves."""
+        """The saves of earlier runs in the extra targets, which saves of this run will replace. Runs on: rank 0.
+
+        Returns:
+            As :func:`.manifests_of_targets`.
+        """
         return manifests_of_targets(self.extra_targets, self._work.uploads)
 
     def close(self) -> None:

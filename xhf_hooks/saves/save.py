@@ -204,11 +204,15 @@ class Saver:
         Raises:
             RankLostError: Ranks could not connect.
         """
-        self.collective.raise_if_any_failed('save')  # so that all ranks come to the next line
+        # The next line votes on another collective, with which the vote of a rank that has failed would not pair
+        self.collective.raise_if_any_failed('save')
         return self.background is not None and self.background.collective.ensure_connected()
 
     def checksum_weights(self) -> int:
-        """A checksum of the part of the model that this rank holds, as it is now."""
+        """A checksum of the part of the model that this rank holds, as it is now. Communicates nothing.
+
+        :meth:`.Source.spread` would, for fp32 masters, which the specs of a source do not ask for.
+        """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
 

@@ -108,7 +108,8 @@ class Zero3Source(Source):
         read = {n: t.data for n, t in remaining.items() if n in wanted and n not in partitioned}
         with deepspeed.zero.GatheredParameters(list(partitioned.values())):
             _wait_until_arrived(partitioned.values())
-            # Stays when the parameter is freed. Nothing may wait inside: with enable_sanity_checks the exit all-reduces
+            # `t.data` stays when the parameter is freed. So the block ends here, and no rank waits for its disk in it:
+            # with enable_sanity_checks its exit all-reduces, and the other ranks would wait there
             read.update((n, t.data) for n, t in partitioned.items() if n in wanted)
         return read | self._gather_partitions(by_us, wanted)
 
