@@ -344,14 +344,13 @@ class SaveOptions(_Options):
         None,
         "A tokenizer, its MMEngine config, or its folder. None: the run's own (``model.tokenizer``, "
         "``cfg.tokenizer``, or Trainer's ``processing_class``), otherwise that of the base model. If there is "
-        "neither, a warning is logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a chat template that "
-        'formats dialogues as in training, and generation_config gets its stop words.',
+        "neither, a warning is logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a "
+        'chat template that formats dialogues as in training, and generation_config gets its stop words.',
         _tokenizer,
         zh=(
-            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer（``m'
-            'odel.tokenizer``、``cfg.tokenizer``，或 Trainer 的 ``processing_class``），没有时用基座模型的；'
-            '都没有时在日志中给出'
-            '警告。如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
+            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer'
+            '（``model.tokenizer``、``cfg.tokenizer``，或 Trainer 的 ``processing_class``），没有时用基座模型的；'
+            '都没有时在日志中给出警告。如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
             'eration_config 会带上它的停止词。'
         ),
     )
