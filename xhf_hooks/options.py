@@ -350,7 +350,8 @@ class SaveOptions(_Options):
         zh=(
             'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer'
             '（``model.tokenizer``、``cfg.tokenizer``，或 Trainer 的 ``processing_class``），没有时用基座模型的；'
-            '都没有时在日志中给出警告。如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
+            '都没有时在日志中给出警告。'
+            '如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
             'eration_config 会带上它的停止词。'
         ),
     )
