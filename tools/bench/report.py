@@ -76,8 +76,8 @@ def _save_table(case: dict[str, Any]) -> str:
 
     columns = {
         'seconds': SECONDS,
-        "times faster than XTuner's hook": _times_faster_than(found.get(ways.XTUNER)),
-        'times faster than stream': _times_faster_than(stream),
+        "speed (XTuner's hook: 1.0)": _times_faster_than(found.get(ways.XTUNER)),
+        'speed (stream: 1.0)': _times_faster_than(stream),
         'times its floor': lambda way, figures: times(_floor_of(way), figures, '{:.1f}'),
         'times FSDP2': lambda way, figures: times(_flat_of(way), figures, '{:.2f}'),
         'extra memory, MB': EXTRA_MEMORY,
@@ -103,7 +103,7 @@ def summary(measured: dict[str, Any]) -> str:
     ours = [f'{ways.OURS}{writer}{ways.NO_FSYNC}' for writer in ('positional', 'parallel', 'stream')]
     columns = {
         'seconds': SECONDS,
-        "times faster than XTuner's hook": _times_faster_than(found[ways.XTUNER]),
+        "speed (XTuner's hook: 1.0)": _times_faster_than(found[ways.XTUNER]),
         'extra memory, MB': EXTRA_MEMORY,
     }
     rows = _rows({way: found[way] for way in (*ours, ways.XTUNER, ways.ACCELERATE, ways.DCP)}, columns)
