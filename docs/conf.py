@@ -9,6 +9,8 @@ release = __version__
 
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 html_theme = 'furo'
+html_static_path = ['_static']
+html_css_files = ['wide.css']
 smartquotes = False  # 'continue' is a value to copy
 # Included by other pages
 exclude_patterns = ['_build', 'bench/*.md']
