@@ -96,7 +96,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
         )
         self._saved_to = out_dir
         if self._children is not None:
-            self._children.close()  # SaveRequests does the same from now on
+            self._children.close()  # from now on the manager protects data loader workers from these signals
         if self._best is not None:
             self._learn_of_best(self._best, runner.message_hub)
 

@@ -124,7 +124,7 @@ class Manifest:
         return (self.number, self.step.iteration) > (other.number, other.step.iteration)
 
 
-def read_manifest_or_none(folder: Path) -> Manifest | None:
+def read_undamaged_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder; None if it is missing or damaged, so that the folder is no save of this package.
 
     Raises:
@@ -137,7 +137,7 @@ def read_manifest_or_none(folder: Path) -> Manifest | None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if it is missing. As :func:`read_manifest_or_none`, but a damaged one is an error.
+    """The manifest of a folder; None if it is missing. As :func:`read_undamaged_manifest`, but a damaged one is an error.
 
     Raises:
         DamagedError: It is malformed.

@@ -35,7 +35,13 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import Manifest, describe_folder, parse_manifest, read_manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import (
+    Manifest,
+    describe_folder,
+    parse_manifest,
+    read_manifest,
+    read_undamaged_manifest,
+)
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
@@ -279,7 +285,7 @@ class CheckpointFolder:
             if status is not None and not stat.S_ISDIR(status.st_mode):
                 problem = 'is not a folder'
             elif status is not None:
-                manifest = read_manifest_or_none(self.path)
+                manifest = read_undamaged_manifest(self.path)
                 if manifest is None and any(self.path.iterdir()):
                     problem = 'holds files that this package did not write'
         except OSError as error:
@@ -309,12 +315,12 @@ class CheckpointFolder:
     def _recover_save(self, left: Path) -> None:
         # Each look-up refreshes the client's cache, so that the manifest is read in the folder that has the name now
         look_up(left)
-        saved = read_manifest(left)  # if it is damaged, the folder stays, with a warning
+        saved = read_manifest(left)  # None: the save is partial. If it is damaged, the folder stays, with a warning
         if saved is None:
             self.siblings.remove(left)
             return
         look_up(self.path)
-        newest = read_manifest_or_none(self.path)
+        newest = read_undamaged_manifest(self.path)
         if newest is None:
             os.rename(left, self.path)  # fails, with a warning, if foreign files are there
         elif saved.is_later(newest) and not self.siblings.is_base(self.path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import file_size_and_crc32
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import Manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.places.file_system import clone, new_name
 from xhf_hooks.places.sibling_folders import SiblingFolders
 
@@ -65,7 +65,7 @@ def pin_save(folder: Path, siblings: SiblingFolders) -> PinnedSave:
     Raises:
         TargetError: The folder is not a committed save, or its files cannot be pinned.
     """
-    manifest = read_manifest_or_none(folder)
+    manifest = read_undamaged_manifest(folder)
     if manifest is None:
         raise TargetError(f'{folder}: cannot be kept for readers: not a complete save of this package')
     pinned = PinnedSave(new_name(folder, 'kept'), manifest, siblings)

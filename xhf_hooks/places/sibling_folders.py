@@ -18,7 +18,7 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_undamaged_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.places.retention import Retention
@@ -104,7 +104,7 @@ class SiblingFolders:
         for path in self._newest.parent.iterdir():
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
                 with self.warn_instead_of_raising(f'{path} cannot be read, so it stays'):
-                    saved = read_manifest_or_none(path)
+                    saved = read_undamaged_manifest(path)
                     is_ours = saved is not None and saved.name == self._newest.name
                     if saved and is_ours and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
                         found[path] = saved

@@ -209,9 +209,10 @@ class Saver:
         return self.background is not None and self.background.collective.ensure_connected()
 
     def checksum_weights(self) -> int:
-        """A checksum of the part of the model that this rank holds, as it is now. Communicates nothing.
+        """A checksum of the part of the model that this rank holds, as it is now.
 
-        :meth:`.Source.spread` would, for fp32 masters, which the specs of a source do not ask for.
+        Communicates nothing: the collective would be used only for specs with ``from_master``, which
+        :meth:`.Source.specs` never sets.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)

@@ -8,7 +8,7 @@ from pathlib import Path
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
 from xhf_hooks.format.index import MANIFEST_NAME, weight_files
 from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import Manifest, read_manifest_or_none
+from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 
 ADAPTER_WEIGHTS = 'adapter_model.safetensors'
 ADAPTER_CONFIG = 'adapter_config.json'
@@ -55,7 +55,7 @@ def model_files(folder: Path, manifest: Manifest | None) -> dict[str, list[str]]
 def loaded_texts(folder: Path) -> dict[str, Path]:
     """Files besides weights that loaders read, by relative path: config, tokenizer, adapter settings, code."""
     found = {}
-    for part in parts_of(folder, read_manifest_or_none(folder)):
+    for part in parts_of(folder, read_undamaged_manifest(folder)):
         for file in sorted((folder / part).iterdir()):
             if _TEXT.fullmatch(file.name) and not _NOT_LOADED.fullmatch(file.name) and file.is_file():
                 found[f'{part}/{file.name}' if part else file.name] = file

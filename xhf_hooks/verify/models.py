@@ -18,7 +18,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import read_manifest_or_none
+from xhf_hooks.integrity.manifest import read_undamaged_manifest
 from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
 from xhf_hooks.sources.checkpoint import CheckpointSource
@@ -84,7 +84,7 @@ def _holds_weights(path: Path) -> bool:
 
 def _weight_files(path: Path) -> list[Path]:
     """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself."""
-    found = model_files(path, read_manifest_or_none(path))
+    found = model_files(path, read_undamaged_manifest(path))
     named = [path / name for names in found.values() for name in names]
     return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))
 
@@ -174,7 +174,7 @@ def _name_of(placement: Placement) -> str:
 
 def _has_copies_of_base(folder: Path) -> bool:
     """Whether its manifest says that tensors were copied from the base model."""
-    manifest = read_manifest_or_none(folder) if folder.is_dir() else None
+    manifest = read_undamaged_manifest(folder) if folder.is_dir() else None
     records = () if manifest is None else manifest.files.values()
     return any(tensor.copied_from_base for record in records for tensor in record.tensors.values())
 
@@ -183,7 +183,7 @@ def _shown_options(folder: Path) -> dict[str, str]:
     """The options of xhf-convert that the layout of a folder shows; none of a single file."""
     if not folder.is_dir():
         return {}
-    shown = {'lora': shown_lora(model_files(folder, read_manifest_or_none(folder)))}
+    shown = {'lora': shown_lora(model_files(folder, read_undamaged_manifest(folder)))}
     with suppress(DamagedError):  # no config.json
         architecture = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
         if architecture == 'LlavaForConditionalGeneration':
@@ -194,5 +194,5 @@ def _shown_options(folder: Path) -> dict[str, str]:
 
 def _is_live(folder: Path) -> bool:
     """Whether its manifest says that it holds live rather than averaged weights."""
-    manifest = read_manifest_or_none(folder) if folder.is_dir() else None
+    manifest = read_undamaged_manifest(folder) if folder.is_dir() else None
     return manifest is not None and manifest.manifest_fields.get('weights') == 'live'
