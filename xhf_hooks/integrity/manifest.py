@@ -137,7 +137,7 @@ def read_undamaged_manifest(folder: Path) -> Manifest | None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if it is missing. As :func:`read_undamaged_manifest`, but a damaged one is an error.
+    """The manifest of a folder; None if it is missing. Unlike :func:`read_undamaged_manifest`, raises if it is damaged.
 
     Raises:
         DamagedError: It is malformed.
