@@ -23,7 +23,7 @@ from xhf_hooks.cli import verify
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
-BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'convert', 'upload']
+BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'start', 'convert', 'upload']
 ENTER = 'source tools/env.sh && use_env .venv'
 #: A shell in which nothing was set up.
 BARE = {'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': '/nonexistent'}
