@@ -113,7 +113,7 @@ class HuggingFaceExporter(Exporter):
         own = self._names = self._own_names(specs)
         base = base_dtypes(self.base_model) if dtype == AS_IN_BASE else None
         self._config_dtype = dtype if base is None else base.of_model
-        self._vocab_size = self._is_tied = None
+        self._vocab_size = self._is_tied = None  # `_config` puts them into the live model's config once they are found
         self._arguments, self._without_arguments = {}, {}
         hf_assets.require_json(self._model)
         self._planned_config = self._model.config.to_dict()
@@ -277,7 +277,8 @@ class HuggingFaceExporter(Exporter):
         if ties is None:
             return None
         is_tied, is_tied_in_reference = ties
-        # A class may ignore the field. Newer peft sets it to False when it merges into such a model, too
+        # If a class ignores the field, model and reference are both untied, whatever the config claims, and the config
+        # stays as it is. But newer peft sets the field to False when it merges an adapter, and so does this
         is_changed_by_peft = bool(self._adapters) and not is_tied
         return is_tied if is_tied != is_tied_in_reference or is_changed_by_peft else None
 

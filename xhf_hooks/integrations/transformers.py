@@ -83,11 +83,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         every = self.save_steps or state.save_steps
         if self.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(args, state, control)
-        self.saves.save_if_requested(_step(state))
+        self.saves.save_if_requested(_step(state), remember_weights=_may_reload(args, control))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._saves is not None:
-            self._saves.save_if_requested(_step(state), vote_now=True)
+            self._saves.save_if_requested(_step(state), vote_now=True, remember_weights=_may_reload(args, control))
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.save_strategy == 'epoch':
@@ -104,10 +104,7 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             self.close()
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: Any) -> None:
-        # Between this step, if it is the last one, and on_train_end, Trainer may load the best weights (early stopping
-        # has not decided yet), and other callbacks may put averaged ones in place
-        is_perhaps_last = control.should_training_stop or args.load_best_model_at_end
-        self.saves.save(_step(state), remember_weights=is_perhaps_last)
+        self.saves.save(_step(state), remember_weights=_may_reload(args, control))
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.save_steps or state.save_steps
@@ -131,6 +128,15 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
 def _step(state: TrainerState) -> Step:
     return Step.of_iteration(state.global_step, state.epoch)
+
+
+def _may_reload(args: TrainingArguments, control: Any) -> bool:
+    """Whether the model may get other weights between this step and ``on_train_end``.
+
+    Trainer may load the best ones (early stopping has not decided yet whether this step is the last), and other
+    callbacks may put averaged ones in place after the last step.
+    """
+    return control.should_training_stop or args.load_best_model_at_end
 
 
 def _reloaded_step(args: TrainingArguments, state: TrainerState) -> Step | None:

@@ -133,6 +133,7 @@ class SiblingFolders:
         if replaced is not None and saved is None:
             self._delete(replaced, None)
         elif replaced is not None and saved is not None:
+            # Superfluous even without other saves, as with max_keep_ckpts=1: no need to name it as an older one first
             is_superfluous = retention.find_superfluous([last, (replaced, saved.step.iteration)]) == [replaced]
             if saved.step == newest or is_superfluous:
                 self.discard(replaced, saved)

@@ -225,12 +225,13 @@ class CheckpointManager:
             self.outcomes.log_outcome(step, committed, None)
             self._call_frontend(committed)
 
-    def save_if_requested(self, step: Step, *, vote_now: bool = False) -> None:
+    def save_if_requested(self, step: Step, *, vote_now: bool = False, remember_weights: bool = False) -> None:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
 
         Args:
             vote_now: False, at the end of an iteration: act on a vote that was started one iteration ago, if there was
                 one, without waiting. True, at the end of a validation or of training: wait for all ranks and vote now.
+            remember_weights: As in :meth:`save`.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not vote.
@@ -254,7 +255,7 @@ class CheckpointManager:
         # Before saved_at is read: here all ranks learn whether the save in flight failed
         self.wait_for_background_save()
         if self.saved_at != step.iteration:
-            self.save(step)
+            self.save(step, remember_weights=remember_weights)
         if requests.ending_signal is not None:
             self.wait_for_background_save()
             self._work.end_process_if_signaled()  # waits for uploads first
@@ -308,8 +309,8 @@ class CheckpointManager:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
                 it did not. If the weights have changed since the save of the last step, a last save is made, labelled
-                with ``reloaded_step``. So that this is seen, a frontend that passes it makes its save of the last step
-                with ``remember_weights``.
+                with ``reloaded_step``. So that this is seen, a frontend that passes it makes all saves that may be of
+                the last step with ``remember_weights``.
 
         Raises:
             XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not vote.
@@ -362,7 +363,7 @@ class CheckpointManager:
 
     def _have_weights_changed(self) -> bool:
         """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""
-        if self._saved_checksum is None:  # this frontend's trainer changes no weights after the last step
+        if self._saved_checksum is None:  # made without remember_weights: they count as unchanged
             return False
         has_changed = True
         with contextlib.suppress(Exception):  # of this rank alone: what cannot be read fails again in the save

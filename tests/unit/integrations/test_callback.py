@@ -166,6 +166,23 @@ def test_a_save_is_named_after_its_weights(tmp_path, own_steps, best, last):
     assert 'train_loss' in trainer.state.log_history[-1]
 
 
+def test_the_best_weights_are_saved_although_the_clock_requested_a_save_of_the_last_step(tmp_path, monkeypatch):
+    """Trainer loads the weights of step 2 at the end, which are not those that were saved after the last step."""
+    clock = MinutePerStep()
+    monkeypatch.setattr(save_on_signal, 'time', clock)
+    options = dict(save_strategy='no', interval_minutes=5)
+    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
+    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path, options, clock, ddp_backend=None, **trains, **chooses)
+        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == 2)}
+        trainer.train()
+        trainer.save_model(str(tmp_path / 'theirs'))
+    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line] == [6, 2]
+    assert assert_whole(tmp_path / 'hf_model') == 2
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+
+
 def test_a_save_of_the_last_weights_is_named_after_them_if_no_others_were_loaded(tmp_path, monkeypatch):
     """Trainer only warns if it does not find the files of the best checkpoint, as on another host."""
     chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
