@@ -36,7 +36,8 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     if is_none_or_recipe and exporter.tokenizer_of_model is not None:
         of_the_run = exporter.tokenizer_of_model
     tokenizer = of_the_run if option is None else option
-    warnings = exporter.warn_of_revisions()  # if it is unknown which revision of the base was loaded, it gives none
+    # If it is unknown which revision of the base was loaded, the base gives no tokenizer
+    warnings = exporter.warn_of_revisions()
     if isinstance(tokenizer, (str, Path)):
         folder = LocatedBase.locate(str(tokenizer))
         tokenizer = load_from_folder(folder)

@@ -158,7 +158,8 @@ def _lay_out(
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
             entry = entry_of[e.name]
-            # A number: the output is this range of its only source tensor, too, so slices of it need no `combine`
+            # None: `combine` must be called. A number: the output is the elements of its only source tensor from this
+            # one on, so ranks read slices of it
             first = 0 if entry.combine is None else entry.source_offset
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
         files.append(PlannedFile(file, header, laid_out[-1].end))
@@ -189,10 +190,12 @@ def _group(
 def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
     if entry.reads != tuple(spec.name for spec in group.reads):
         raise PlanError(f'{entry.hf_name}: made together with {group.placements[0].hf_name}, but from other tensors')
+    if placement.source_offset is None:
+        return
     numels, end = [math.prod(spec.shape) for spec in group.reads], placement.source_range.stop
     # Without `combine`, an output is the whole source tensor
     fits = len(numels) == 1 and (end == numels[0] if entry.combine is None else end <= numels[0])
-    if placement.source_offset is not None and not fits:
+    if not fits:
         raise PlanError(
             f'{entry.hf_name} {entry.shape}: expected one source tensor with elements up to {end}, '
             f'found {[(spec.name, spec.shape) for spec in group.reads]}'

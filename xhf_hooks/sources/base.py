@@ -168,7 +168,7 @@ class Source:
         """Which elements each rank holds; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
             return on_one_rank(tensor.numel(), 0, self._world_size)
-        return self._spread_over(tensor.numel(), (), self._world_size)
+        return self._spread_over(tensor.numel(), (), self._world_size)  # no splits: every rank holds all of it
 
     def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
         """The spread of a tensor that each of several groups of ranks holds together, in the order of its ranks.
@@ -182,7 +182,8 @@ class Source:
         strides = self._strides(group)
         if strides is None:
             return None
-        split = *strides, self._size_of_group(group), max(1, each)
+        (stride,) = strides  # a group has one dimension
+        split = stride, self._size_of_group(group), max(1, each)
         return self._spread_over(numel, (split,), self._world_size, skipped)
 
     def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:
@@ -304,5 +305,6 @@ def _on_host(answers: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _strides_of(holders: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...] | None:
+    """How far apart the ranks are in each dimension; None if they are not evenly spaced. A group has one dimension."""
     mesh = getattr(holders, 'mesh', None)
     return mesh_strides(np.array(dist.get_process_group_ranks(holders) if mesh is None else mesh.tolist()))
