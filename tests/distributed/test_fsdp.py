@@ -154,7 +154,7 @@ def save_of_transformers(name: str, root: Path) -> set[str]:
     if family == 'Qwen2Moe':
         sizes |= dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24)
     if dist.get_rank() == 0:
-        models = {'': (f'{family}ForCausalLM', zoo.DECODER | sizes)}
+        models = {'': (f'{family}ForCausalLM', sizes)}
         zoo.build('', models=models).save_pretrained(root / 'base')
     dist.barrier()
     model = AutoModelForCausalLM.from_pretrained(root / 'base', **how)

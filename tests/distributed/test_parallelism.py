@@ -19,7 +19,7 @@ from transformers.utils import output_capturing
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.models.adapted import adapt, assert_rounded_once
-from tests.helpers.models.zoo import DECODER, ODD_DECODER, build
+from tests.helpers.models.zoo import DECODER, ODD, build
 from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
@@ -39,8 +39,8 @@ WAYS = {
 def build_model(tied: bool = False, fused: bool = False) -> Any:
     """With heads and rows that are not even over the ranks, and biases; or with one matrix for gates and values."""
     if fused:
-        return build('', models={'': ('Phi3ForCausalLM', {**DECODER, 'intermediate_size': 78})})
-    config = {**ODD_DECODER, 'num_key_value_heads': 5, 'tie_word_embeddings': tied}
+        return build('', models={'': ('Phi3ForCausalLM', {'intermediate_size': 78})})
+    config = {**ODD, 'num_key_value_heads': 5, 'tie_word_embeddings': tied}
     return build('', models={'': ('Qwen2ForCausalLM', config)})
 
 

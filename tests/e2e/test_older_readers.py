@@ -15,6 +15,7 @@ from transformers import AutoProcessor
 
 from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
+from tests.helpers.models.zoo import small_config
 from tests.helpers.ranks.launch import REPO_ROOT
 from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.base_model.tokenizer import load_tokenizer
@@ -45,11 +46,12 @@ def changed(tokenizer: Any) -> Any:
 
 
 def build(family: str, rope: dict[str, Any], base: Path) -> Any:
-    kind = getattr(transformers, ZOO[family][0])
+    model_class, exceptions = ZOO[family]
+    kind = getattr(transformers, model_class)
     if base.exists():  # as transformers 4 saved it; then its names are kept
         model = kind.from_pretrained(base)
     else:
-        model = kind(kind.config_class(**{**ZOO[family][1], 'vocab_size': 340}))
+        model = kind(small_config(model_class, {**exceptions, 'vocab_size': 340}))
     text = model.config.get_text_config()
     text.rope_parameters = {**text.rope_parameters, 'rope_theta': 5e5, **rope}
     text.standardize_rope_params()

@@ -20,7 +20,7 @@ from tests.e2e.test_readme import code
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import save_tokenizer
-from tests.helpers.models.zoo import DECODER, VISION_TOWER, Models, build
+from tests.helpers.models.zoo import Models, build
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.processes import free_port
 from tests.helpers.runs.frontends import make_trainer
@@ -31,7 +31,6 @@ TOWER = 'vision_tower.vision_model'
 PROMPTS = [[1, 5, 9, 70, 33], [1, 100, 7, 8], [1, 44]]
 #: vLLM's kernels for a CPU take heads of 32 and of some multiples of 16. Large weights, so that the tokens vary.
 SIZES = {
-    **DECODER,
     'vocab_size': VOCAB,
     'hidden_size': 64,
     'intermediate_size': 128,
@@ -42,10 +41,10 @@ SIZES = {
 }
 EXPERTS = {'num_experts_per_tok': 2, 'moe_intermediate_size': 64}
 # Gemma scales embeddings and normalizes what its layers add: with large embeddings it would repeat the last token
-GEMMA = {**SIZES, 'initializer_range': 0.02, 'query_pre_attn_scalar': 32, 'sliding_window': 16}
+GEMMA = {**SIZES, 'initializer_range': 0.02, 'query_pre_attn_scalar': 32}
 LLAVA = {
     'text_config': SIZES,
-    'vision_config': {**VISION_TOWER, 'hidden_size': 64, 'intermediate_size': 96, 'num_attention_heads': 2},
+    'vision_config': {'hidden_size': 64, 'intermediate_size': 96, 'num_attention_heads': 2},
     'image_token_index': IMAGE_TOKEN,
     'image_seq_length': 4,
 }
@@ -55,7 +54,7 @@ MODELS: Models = {
     'qwen3': ('Qwen3ForCausalLM', SIZES),
     'qwen3_tied': ('Qwen3ForCausalLM', {**SIZES, 'tie_word_embeddings': True}),
     'qwen3_moe': ('Qwen3MoeForCausalLM', {**SIZES, **EXPERTS, 'num_experts': 4}),
-    'mixtral': ('MixtralForCausalLM', {**SIZES, 'num_local_experts': 4, 'num_experts_per_tok': 2}),
+    'mixtral': ('MixtralForCausalLM', {**SIZES, 'num_local_experts': 4, 'sliding_window': None}),
     'gemma3': ('Gemma3ForCausalLM', GEMMA),
     'llava': ('LlavaForConditionalGeneration', LLAVA),
 }

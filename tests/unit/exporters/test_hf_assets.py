@@ -15,14 +15,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    EncoderDecoderConfig,
     EncoderDecoderModel,
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     Pix2StructConfig,
     Pix2StructForConditionalGeneration,
-    VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
     ViTImageProcessor,
@@ -38,7 +35,7 @@ from tests.helpers.models.adapted import adapted, planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import MODELS as ZOO
-from tests.helpers.models.zoo import VISION_TOWER, build
+from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
 from xhf_hooks.base_model.files import base_dirs_of
@@ -147,7 +144,7 @@ class WithoutTrial(LlamaForCausalLM):
 
 
 def test_what_the_class_writes_besides_weights(tmp_path):
-    model = WithMore(LlamaConfig(**ZOO['llama'][1]))
+    model = WithMore(small_config(*ZOO['llama']))
     before = model.config.to_dict()
     assert written(tmp_path / 'found', model) == []
     assert model.config.to_dict() == before
@@ -161,7 +158,7 @@ def test_what_the_class_writes_besides_weights(tmp_path):
 
 
 def test_a_save_of_the_class_that_cannot_be_tried(tmp_path):
-    (warning,) = written(tmp_path, WithoutTrial(LlamaConfig(**ZOO['llama'][1])))
+    (warning,) = written(tmp_path, WithoutTrial(small_config(*ZOO['llama'])))
     assert warning == (
         'WithoutTrial has a save_pretrained of its own, which could not be run without weights '
         '(RuntimeError: no weights): files that it writes besides the weights may be missing'
@@ -316,12 +313,11 @@ def test_a_base_with_more_tokens_than_embeddings(tmp_path):
 
 def test_the_vocabulary_of_the_decoder(tmp_path):
     """Encoder and decoder have vocabularies of their own; an image encoder has none, but it embeds patches."""
-    parts = {'encoder': {**MODELS['bert'][1], 'vocab_size': 7}, 'decoder': {**MODELS['bert'][1], 'vocab_size': 131}}
-    for part in parts.values():
-        part['model_type'] = 'bert'
-    text = EncoderDecoderModel(EncoderDecoderConfig(**copy.deepcopy(parts)))
-    parts['encoder'] = {**VISION_TOWER, 'model_type': 'clip_vision_model'}
-    image = VisionEncoderDecoderModel(VisionEncoderDecoderConfig(**parts))
+    decoder = {**ODD_ENCODER, 'model_type': 'bert'}
+    parts = {'encoder': {**decoder, 'vocab_size': 7}, 'decoder': decoder}
+    text = EncoderDecoderModel(small_config('EncoderDecoderModel', parts))
+    parts['encoder'] = {'model_type': 'clip_vision_model'}
+    image = VisionEncoderDecoderModel(small_config('VisionEncoderDecoderModel', parts))
     for name, model in {'text': text, 'image': image}.items():
         written(tmp_path / name, model, tokenizer=tokenizer(131))
         with pytest.raises(ModelError, match='has 132 tokens, but the model has embeddings for 131'):

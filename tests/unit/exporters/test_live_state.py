@@ -19,7 +19,7 @@ from transformers import BertForSequenceClassification
 from tests.helpers.models.adapted import adapted, around, planned
 from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
-from tests.helpers.models.zoo import MODELS, available, build
+from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
 from tests.helpers.runs.engines import iteration, make_saver
 from tests.unit.exporters.test_exporter import CounterConfig
 from tests.unit.exporters.test_hf_assets import with_base
@@ -43,7 +43,7 @@ def written(exporter: Exporter, folder: Path, name: str, tokenizer: Any = None) 
 
 def test_what_training_writes_into_the_config(tmp_path):
     """The loss of sequence classifiers sets problem_type at the first step; pipelines choose their function by it."""
-    model = BertForSequenceClassification(transformers.BertConfig(**MODELS['bert'][1], num_labels=3))
+    model = BertForSequenceClassification(small_config('BertModel', {**ODD_ENCODER, 'num_labels': 3}))
     exporter = planned(model)
     ids = torch.arange(3, 9)[None]
     model(input_ids=ids, labels=torch.tensor([[1.0, 0.0, 1.0]]))

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.helpers.models.adapted import adapted, around
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.zoo import available, build, fitted
+from tests.helpers.models.zoo import available, build, small_config
 from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.compat.transformers import converts_weights
@@ -38,7 +38,7 @@ def changed(placements: list[Placement], name: str, **fields: Any) -> list[Place
 
 
 NORM = 'model.norm.weight'
-SIZE = fitted(MODELS['llama'][1])['hidden_size']
+SIZE = small_config(*MODELS['llama']).hidden_size
 
 
 @pytest.mark.parametrize(

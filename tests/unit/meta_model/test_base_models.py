@@ -23,7 +23,7 @@ from tests.helpers.checks.converted import (
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, resize_embeddings, save_tokenizer
-from tests.helpers.models.zoo import available, has_class_for
+from tests.helpers.models.zoo import ODD_ENCODER, available, has_class_for, small_config
 from xhf_hooks import save_hf
 from xhf_hooks.base_model.files import PROCESSOR_FILES
 from xhf_hooks.cli.convert import main
@@ -163,8 +163,7 @@ def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
 def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path):
     """Such as final_logits_bias, and Marian's second size of the vocabulary."""
     if family == 'marian':
-        config = transformers.MarianConfig(**{**MODELS['bart'][1], 'pad_token_id': 0})
-        transformers.MarianMTModel(config).save_pretrained(tmp_path / 'base')
+        transformers.MarianMTModel(small_config('MarianMTModel', {})).save_pretrained(tmp_path / 'base')
     else:
         base_of(family, tmp_path / 'base')
     model = from_base(tmp_path / 'base')
@@ -178,13 +177,8 @@ def test_all_that_has_a_row_per_token_grows_with_the_vocabulary(family, tmp_path
 @pytest.mark.parametrize('part', [part for part in ('vision', 'text') if f'clip_{part}_model' in CONFIG_MAPPING])
 def test_a_part_of_clip_keeps_the_names_of_its_base(part, tmp_path):
     """transformers 4 wrote them with another prefix, which transformers 5 reads, and writes again."""
-    kind, config = (
-        (transformers.CLIPVisionModel, transformers.CLIPVisionConfig)
-        if part == 'vision'
-        else (transformers.CLIPTextModel, transformers.CLIPTextConfig)
-    )
-    sizes = {name: size for name, size in MODELS['clip'][1][f'{part}_config'].items() if name != 'model_type'}
-    kind(config(**sizes)).save_pretrained(tmp_path / 'base')
+    kind = transformers.CLIPVisionModel if part == 'vision' else transformers.CLIPTextModel
+    kind(small_config(kind.__name__, {} if part == 'vision' else ODD_ENCODER)).save_pretrained(tmp_path / 'base')
     older = {
         name if name.startswith(f'{part}_model.') else f'{part}_model.{name}': tensor
         for name, tensor in load_file(tmp_path / 'base' / WEIGHTS).items()

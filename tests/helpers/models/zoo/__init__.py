@@ -18,37 +18,38 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NOISE_STD = 0.05
 
 SPECIAL_TOKENS = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
-# Shared by the families with Llama's option names.
-DECODER = {
+#: Small values of the fields that families have in common.
+SMALL: dict[str, Any] = {
     'vocab_size': 131,
-    'hidden_size': 40,
-    'intermediate_size': 77,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 4,
+    **dict.fromkeys(('hidden_size', 'out_hidden_size', 'd_model', 'n_embd'), 40),
+    **dict.fromkeys(('intermediate_size', 'ffn_hidden_size', 'ffn_dim', 'd_ff', 'n_inner'), 77),
+    **dict.fromkeys(('encoder_ffn_dim', 'decoder_ffn_dim'), 77),
+    **dict.fromkeys(('num_hidden_layers', 'num_layers', 'n_layer', 'depth', 'encoder_layers', 'decoder_layers'), 2),
+    **dict.fromkeys(('num_attention_heads', 'num_heads', 'n_head'), 4),
+    **dict.fromkeys(('encoder_attention_heads', 'decoder_attention_heads'), 4),
     'num_key_value_heads': 2,
+    'head_dim': 10,
     'max_position_embeddings': 64,
+    'n_positions': 64,
+    'patch_size': 4,
+    'sliding_window': 16,
+    'num_experts': 5,
+    'num_local_experts': 5,
+    'n_routed_experts': 4,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 56,
+    'vision_start_token_id': 127,
+    'vision_end_token_id': 128,
+    **dict.fromkeys(('video_token_id', 'video_token_index'), 129),
+    **dict.fromkeys(('image_token_id', 'image_token_index'), 130),
     **SPECIAL_TOKENS,
 }
-# For families with any head size.
-ODD_DECODER = {**DECODER, 'hidden_size': 35, 'num_attention_heads': 5, 'num_key_value_heads': 1, 'head_dim': 10}
-GEMMA = {**ODD_DECODER, 'query_pre_attn_scalar': 10, 'sliding_window': 16}
-GPT = {'vocab_size': 131, 'n_embd': 40, 'n_layer': 2, 'n_head': 4, 'n_positions': 64, **SPECIAL_TOKENS}
-SEQ2SEQ = {
-    'vocab_size': 131,
-    'd_model': 40,
-    'encoder_layers': 2,
-    'decoder_layers': 2,
-    'encoder_attention_heads': 4,
-    'decoder_attention_heads': 4,
-    'encoder_ffn_dim': 77,
-    'decoder_ffn_dim': 77,
-    **SPECIAL_TOKENS,
-}
+#: Those of a model that takes images of one size.
 VISION_TOWER = {
     'hidden_size': 35,
     'intermediate_size': 51,
@@ -57,116 +58,61 @@ VISION_TOWER = {
     'image_size': 8,
     'patch_size': 4,
 }
+#: For families with any head size.
+ODD = {'hidden_size': 35, 'num_attention_heads': 5, 'num_key_value_heads': 1, 'head_dim': 10}
+ODD_ENCODER = {'hidden_size': 35, 'num_attention_heads': 5}
+#: For experts in transformers 5.
+ALIGNED = {'intermediate_size': 88}
+MROPE = {'rope_scaling': {'type': 'mrope', 'mrope_section': [1, 2, 2]}}
 
-# Family: model class, options of its config. tests/helpers/models/families.py has more.
+# For models whose code is not in transformers, and those of which a test names each size
+_LLAMAS_FIELDS = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads')
+_LLAMAS_FIELDS += ('num_key_value_heads', 'max_position_embeddings', *SPECIAL_TOKENS)
+DECODER = {name: SMALL[name] for name in _LLAMAS_FIELDS}
+ODD_DECODER = {**DECODER, **ODD}
+
+#: Family: model class, fields of its config that differ from :data:`SMALL`. tests/helpers/models/families.py has more.
 Models = dict[str, tuple[str, dict[str, Any]]]
+_GEMMA3 = {'mm_tokens_per_image': 1, 'boi_token_index': 128, 'eoi_token_index': 129}
 MODELS: Models = {
-    'llama': ('LlamaForCausalLM', ODD_DECODER),
-    'qwen2': ('Qwen2ForCausalLM', {**ODD_DECODER, 'tie_word_embeddings': True}),
-    'qwen3': ('Qwen3ForCausalLM', ODD_DECODER),
-    'qwen3_moe': (
-        'Qwen3MoeForCausalLM',
-        {**DECODER, 'head_dim': 10, 'num_experts': 5, 'num_experts_per_tok': 2, 'moe_intermediate_size': 56},
-    ),
-    'mixtral': (
-        'MixtralForCausalLM',
-        {**DECODER, 'intermediate_size': 88, 'num_local_experts': 5, 'num_experts_per_tok': 2},
-    ),
+    'llama': ('LlamaForCausalLM', ODD),
+    'qwen2': ('Qwen2ForCausalLM', {**ODD, 'tie_word_embeddings': True}),
+    'qwen3': ('Qwen3ForCausalLM', ODD),
+    'qwen3_moe': ('Qwen3MoeForCausalLM', {}),
+    'mixtral': ('MixtralForCausalLM', ALIGNED),
     'deepseek_v3': (
         'DeepseekV3ForCausalLM',
         {
-            **DECODER,
             'num_key_value_heads': 4,
             'first_k_dense_replace': 1,  # one dense layer, then one of experts
-            'moe_intermediate_size': 56,
-            'n_routed_experts': 4,
             'n_group': 2,
             'topk_group': 1,
-            'num_experts_per_tok': 2,
             'q_lora_rank': 21,
             'kv_lora_rank': 17,
             'qk_rope_head_dim': 8,
             'qk_nope_head_dim': 10,
             'v_head_dim': 10,
+            'head_dim': 8,
         },
     ),
-    'gpt2': ('GPT2LMHeadModel', {**GPT, 'n_embd': 35, 'n_head': 5, 'n_inner': 77}),
-    'gpt_neox': ('GPTNeoXForCausalLM', {**DECODER, 'num_key_value_heads': 4}),
-    'gemma2': ('Gemma2ForCausalLM', GEMMA),
-    'gemma3': (
-        'Gemma3ForConditionalGeneration',
-        {
-            'text_config': GEMMA,
-            'vision_config': VISION_TOWER,
-            'mm_tokens_per_image': 1,
-            'boi_token_index': 128,
-            'eoi_token_index': 129,
-            'image_token_index': 130,
-        },
-    ),
-    'gemma3_text': ('Gemma3ForCausalLM', GEMMA),
-    'phi3': ('Phi3ForCausalLM', DECODER),
-    'olmo2': ('Olmo2ForCausalLM', DECODER),
-    'mamba': (
-        'MambaForCausalLM',
-        {'vocab_size': 131, 'hidden_size': 35, 'state_size': 7, 'num_hidden_layers': 2, **SPECIAL_TOKENS},
-    ),
-    'bert': (
-        'BertForMaskedLM',
-        {
-            'vocab_size': 131,
-            'hidden_size': 35,
-            'intermediate_size': 77,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 5,
-            'max_position_embeddings': 64,
-            'pad_token_id': 0,
-        },
-    ),
-    't5': (
-        'T5ForConditionalGeneration',
-        {
-            'vocab_size': 131,
-            'd_model': 35,
-            'd_kv': 7,
-            'd_ff': 77,
-            'num_layers': 2,
-            'num_heads': 5,
-            'decoder_start_token_id': 0,
-        },
-    ),
+    'gpt2': ('GPT2LMHeadModel', {'n_embd': 35, 'n_head': 5}),
+    'gpt_neox': ('GPTNeoXForCausalLM', {}),
+    'gemma2': ('Gemma2ForCausalLM', ODD),
+    'gemma3': ('Gemma3ForConditionalGeneration', {'text_config': ODD, **_GEMMA3}),
+    'gemma3_text': ('Gemma3ForCausalLM', ODD),
+    'phi3': ('Phi3ForCausalLM', {}),
+    'olmo2': ('Olmo2ForCausalLM', {}),
+    'mamba': ('MambaForCausalLM', {'hidden_size': 35, 'intermediate_size': 70, 'state_size': 7}),
+    'bert': ('BertForMaskedLM', ODD_ENCODER),
+    't5': ('T5ForConditionalGeneration', {'d_model': 35, 'd_kv': 7, 'num_heads': 5, 'decoder_start_token_id': 0}),
     'whisper': (
         'WhisperForConditionalGeneration',
-        {
-            **SEQ2SEQ,
-            'num_mel_bins': 13,
-            'max_source_positions': 20,
-            'max_target_positions': 31,
-            'decoder_start_token_id': 1,
-        },
+        {'num_mel_bins': 13, 'max_source_positions': 20, 'max_target_positions': 31, 'decoder_start_token_id': 1},
     ),
-    'llava': (
-        'LlavaForConditionalGeneration',
-        {'text_config': ODD_DECODER, 'vision_config': VISION_TOWER, 'image_token_index': 130, 'image_seq_length': 4},
-    ),
+    'llava': ('LlavaForConditionalGeneration', {'text_config': ODD, 'image_seq_length': 4}),
     'qwen2_vl': (
         'Qwen2VLForConditionalGeneration',
-        {
-            **DECODER,
-            'rope_scaling': {'type': 'mrope', 'mrope_section': [1, 2, 2]},
-            'vision_config': {
-                'depth': 2,
-                'embed_dim': 32,
-                'hidden_size': 40,
-                'num_heads': 4,
-                'mlp_ratio': 2,
-                'patch_size': 4,
-            },
-            'vision_start_token_id': 127,
-            'vision_end_token_id': 128,
-            'video_token_id': 129,
-            'image_token_id': 130,
-        },
+        {'text_config': MROPE, 'vision_config': {'embed_dim': 32, 'hidden_size': 40, 'mlp_ratio': 2}},
     ),
 }
 
@@ -198,14 +144,49 @@ def has_head_dim() -> bool:
     return 'head_dim' in inspect.signature(LlamaConfig).parameters
 
 
+def small_options(config_class: type[PretrainedConfig], exceptions: dict[str, Any]) -> dict[str, Any]:
+    """Options that make a config small: the fields of :data:`SMALL` that it has, also in its subconfigs.
+
+    Args:
+        exceptions: Other values. A subconfig's may have a ``model_type`` other than the default.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        fields = vars(config_class())
+    except (ValueError, KeyError, AssertionError):  # made of any two models, which exceptions name
+        fields = {}
+    if fields and 'text_config' not in fields:  # in transformers 4.48 they are fields of Qwen2-VL's config itself
+        exceptions = {**exceptions, **exceptions.get('text_config', {})}
+        exceptions.pop('text_config', None)
+    is_tower = {'image_size', 'patch_size'} <= fields.keys()
+    sizes = {**SMALL, **VISION_TOWER} if is_tower else SMALL
+    options = {name: size for name, size in sizes.items() if name in fields} | copy.deepcopy(exceptions)
+    for name in {*fields, *exceptions}:
+        own = exceptions.get(name, {})
+        if isinstance(own, dict) and 'model_type' in own:
+            subconfig_class = CONFIG_MAPPING[own['model_type']]
+        elif hasattr(fields.get(name), 'model_type'):
+            subconfig_class = type(fields[name])
+        else:
+            continue
+        options[name] = {'model_type': subconfig_class.model_type, **small_options(subconfig_class, own)}
+    return fitted(options)
+
+
 def fitted(options: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config's options, in sizes that the installed code of Llama and its kin accepts."""
-    found = {
-        name: fitted(value) if isinstance(value, dict) else copy.deepcopy(value) for name, value in options.items()
-    }
-    if {'head_dim', 'num_attention_heads'} <= found.keys() and not has_head_dim():
-        found['hidden_size'] = found['head_dim'] * found['num_attention_heads']
-    return found
+    """The options of a config, in sizes that the installed code of Llama and its kin accepts."""
+    if {'head_dim', 'num_attention_heads'} <= options.keys() and not has_head_dim():
+        return {**options, 'hidden_size': options['head_dim'] * options['num_attention_heads']}
+    return options
+
+
+def small_config(model_class: str, exceptions: dict[str, Any]) -> PretrainedConfig:
+    """A small config of a model class, such as ``small_config(*MODELS['llama'])``."""
+    import transformers
+
+    config_class = getattr(transformers, model_class).config_class
+    return config_class(**small_options(config_class, exceptions))
 
 
 def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedModel:
@@ -214,8 +195,7 @@ def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedMode
     import transformers
 
     model_class = getattr(transformers, models[family][0])
-    # A copy, since some configs edit the dicts that they are given.
-    config = model_class.config_class(**fitted(models[family][1]))
+    config = small_config(*models[family])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
