@@ -50,12 +50,11 @@ setup(
         'Typing :: Typed',
     ],
     packages=find_packages(include=['xhf_hooks', 'xhf_hooks.*']),
-    py_modules=['xhf_commands'],
     package_data={'xhf_hooks': ['py.typed']},
     entry_points={
         'console_scripts': [
-            'xhf-convert = xhf_commands:convert',
-            'xhf-verify = xhf_commands:verify',
+            'xhf-convert = xhf_hooks.cli.convert:main',
+            'xhf-verify = xhf_hooks.cli.verify:main',
         ]
     },
     python_requires='>=3.10',

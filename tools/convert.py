@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from xhf_commands import convert
+from xhf_hooks.cli.convert import main
 
 if __name__ == '__main__':
-    sys.exit(convert())
+    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -147,11 +146,7 @@ def test_what_is_needed_beyond_is_said(bare):
     assert 'option tokenizer: expected a tokenizer or a folder' in tokenizer
 
 
-@pytest.mark.parametrize(
-    ('while_importing', 'status', 'said'),
-    [('mmengine', -signal.SIGINT, ''), ('transformers', 1, 'xhf-convert: interrupted; OUT was not written\n')],
-)
-def test_an_interrupted_command_prints_no_traceback(bare, checkpoint, tmp_path, while_importing, status, said):
-    (tmp_path / f'{while_importing}.py').write_text('import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n')
+def test_an_interrupted_command_prints_no_traceback(bare, checkpoint, tmp_path):
+    (tmp_path / 'transformers.py').write_text('import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n')
     done = call(bare, 'xhf-convert', checkpoint, tmp_path / 'out', PYTHONPATH=tmp_path)
-    assert (done.returncode, done.stderr) == (status, said)
+    assert (done.returncode, done.stderr) == (1, 'xhf-convert: interrupted; OUT was not written\n')
