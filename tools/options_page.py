@@ -6,31 +6,33 @@ python tools/options_page.py zh > docs/zh_cn/options.md
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, dataclass
+from pathlib import Path
 from typing import Any
 
 from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions, in_reading_order
 
+ROOT = Path(__file__).resolve().parents[1]
 _DOORS = {'HFCheckpointHook': HookOptions, 'HFCheckpointCallback': CallbackOptions, 'save_hf': CallOptions}
 
 
 @dataclass(frozen=True)
 class _Words:
-    """What a page says around the options. ``meaning`` names the field of an option's metadata."""
+    """What a page says around the options."""
 
-    meaning: str
     head: str
     where: tuple[str, str, str]
     columns: str
     advanced: str
     also: str
+    catalogue: str = ''  # the file with the meanings, where they are not those of the code
 
 
 ENGLISH = _Words(
-    'meaning',
     '# Options\n\nGenerated from `xhf_hooks/options.py` by `tools/options_page.py`. Bad values, bad combinations and '
     'misspelt names are errors when the hook is built.',
     (
@@ -43,7 +45,6 @@ ENGLISH = _Words(
     'And, as in {doors}: {names}.',
 )
 CHINESE = _Words(
-    'zh',
     '# 选项\n\n由 `tools/options_page.py` 从 `xhf_hooks/options.py` 生成。'
     '错误的值、错误的组合和拼错的名字，在构建 hook 时就会报错。',
     (
@@ -54,6 +55,7 @@ CHINESE = _Words(
     '| 选项 | 默认值 | 含义 |',
     '高级选项',
     '另外，与 {doors} 相同：{names}。',
+    'docs/zh_cn/options.json',
 )
 
 
@@ -78,8 +80,10 @@ def page(words: _Words = ENGLISH) -> str:
 
 def _table(options: Sequence[Field[Any]], words: _Words) -> list[str]:
     lines = ['', words.columns, '|---|---|---|']
+    translated = json.loads((ROOT / words.catalogue).read_text(encoding='utf-8')) if words.catalogue else {}
     for option in options:
-        meaning = re.sub(r'``(.*?)``', r'`\1`', option.metadata[words.meaning]).replace('|', '\\|')
+        meaning = translated[option.name] if words.catalogue else option.metadata['meaning']
+        meaning = re.sub(r'``(.*?)``', r'`\1`', meaning).replace('|', '\\|')
         lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
     return lines
 

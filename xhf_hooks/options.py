@@ -1,14 +1,12 @@
 """The options of each frontend, each described once: default, meaning, check. docs/options.md is made from them.
 
-``HFCheckpointHook`` inherits from :class:`HookOptions` and ``HFCheckpointCallback`` from :class:`CallbackOptions`, so
-their signatures are the fields below. ``save_hf`` is a function; a test compares its signature with
-:class:`CallOptions`.
+``HFCheckpointHook`` holds :class:`HookOptions` and ``HFCheckpointCallback`` holds :class:`CallbackOptions`; the fields
+are what they take. ``save_hf`` is a function; a test compares its signature with :class:`CallOptions`. The descriptions
+in Chinese are in docs/zh_cn/options.json.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
 import inspect
 import os
 import re
@@ -17,13 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.places.hub_bucket import is_bucket_url
 from xhf_hooks.system.versions import require_packages
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16'}
 CarryBase = Literal['all']
@@ -216,50 +217,35 @@ def _library_arguments(option: str, value: Any) -> dict[str, Any]:
     }
 
 
-def _option(default: Any, meaning: str, check: Check, *, zh: str, is_advanced: bool = False) -> Any:
+def _option(default: Any, meaning: str, check: Check, *, is_advanced: bool = False) -> Any:
     """A field of an options class.
 
     Args:
         default: The value if the user gives none.
-        meaning: What the option does, in English.
+        meaning: What the option does.
         check: Accepts or refuses a value.
-        zh: What the option does, in Chinese, for docs/zh_cn/options.md.
         is_advanced: Whether the pages list it under "Advanced", since hardly anybody changes it.
     """
-    return field(default=default, metadata={'meaning': meaning, 'zh': zh, 'check': check, 'is_advanced': is_advanced})
+    return field(default=default, metadata={'meaning': meaning, 'check': check, 'is_advanced': is_advanced})
 
 
 _Documented = TypeVar('_Documented', bound=Callable[..., Any])
 
 
 def explains(options: type[_Options]) -> Callable[[_Documented], _Documented]:
-    """A decorator that adds the meaning of each option to a docstring, for ``help()``, editors and the API page."""
+    """A decorator that shows the options in ``help()`` and on the API page.
+
+    It adds their meanings to the docstring, and gives a class the signature of the options that it holds.
+    """
 
     def explain(documented: _Documented) -> _Documented:
         lines = [f'    {option.name}: {option.metadata["meaning"]}' for option in in_reading_order(options)]
         documented.__doc__ = '\n'.join([inspect.cleandoc(documented.__doc__ or ''), '', 'Keyword Args:', *lines])
         if inspect.isclass(documented):
-            documented.__init__ = _refusing_other_names(documented.__init__, options)  # type: ignore[method-assign]
+            documented.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
         return documented
 
     return explain
-
-
-def _refusing_other_names(init: Callable[..., None], options: type[_Options]) -> Callable[..., None]:
-    """The constructor, with an error that names the option that was probably meant."""
-    names = [option.name for option in fields(options)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: Any, *values: Any, **given: Any) -> None:
-        for name in given.keys() - names:
-            close = difflib.get_close_matches(name, names, n=1)
-            meant = f'; did you mean {close[0]!r}?' if close else ''
-            if name in options.other_names:
-                meant = f'; here it is called {options.other_names[name]!r}'
-            raise TypeError(f'{type(self).__name__} has no option {name!r}{meant}')
-        init(self, *values, **given)
-
-    return checked
 
 
 def in_reading_order(options: type) -> list[Field[Any]]:
@@ -290,6 +276,18 @@ class _Options:
             if value is not None or option.default is not None:
                 setattr(self, option.name, option.metadata['check'](option.name, value))
 
+    @classmethod
+    def of(cls, *values: Any, **given: Any) -> Self:
+        """The options with these values.
+
+        Raises:
+            TypeError: There is no such option. Of a name in ``other_names`` the message has the name here.
+            OptionError: As of the constructor.
+        """
+        for name in given.keys() & cls.other_names:
+            raise TypeError(f'{cls.__name__} has no option {name!r}; here it is called {cls.other_names[name]!r}')
+        return cls(*values, **given)
+
     def require_default(self, option: str, why: str, *, when: bool) -> None:
         """Refuse an option that would have no effect."""
         default, value = type(self).__dataclass_fields__[option].default, getattr(self, option)  # type: ignore
@@ -311,9 +309,6 @@ class SaveOptions(_Options):
         'Dotted path of the PreTrainedModel inside the trained model. None: the model itself, ``llm``, or the only '
         'PreTrainedModel.',
         _dotted_path,
-        zh=(
-            '要保存的 PreTrainedModel 在训练模型中的路径，用点分隔。None：模型本身、``llm``，或唯一的 PreTrainedModel。'
-        ),
     )
     lora: LoraMode | None = _option(
         None,
@@ -323,22 +318,12 @@ class SaveOptions(_Options):
         "head into ``modules_to_save``, and None means 'merge', as in XTuner's converter, unless the base model is "
         'quantized.',
         _one_of(*LORA_MODES),
-        zh=(
-            "用于带 LoRA adapter 的模型：'adapter'（只保存 adapter，与 peft 相同）、'merge'（保存完整的模型，adap"
-            "ter 合并到权重中）或 'both'（保存合并后的模型，另外把 adapter 保存到 ``hf_model/adapter``）。None："
-            "模型有 adapter 时为 'adapter'。对 XTuner 的奖励模型，'adapter' 把打分头放进 ``modules_to_save``，Non"
-            "e 表示 'merge'（与 XTuner 的转换工具相同），量化的基座除外。"
-        ),
     )
     llava_format: LlavaFormat | None = _option(
         None,
         "Layout for XTuner's LLaVAModel: 'xtuner' (XTuner's own, without frozen parts) or 'huggingface' (transformers' "
         "LlavaForConditionalGeneration, complete, adapters merged). None: 'xtuner'.",
         _one_of(*LLAVA_FORMATS),
-        zh=(
-            "XTuner 的 LLaVAModel 保存成什么格式：'xtuner'（XTuner 自己的目录结构，不含冻结的部分）或 'huggingfac"
-            "e'（transformers 的 LlavaForConditionalGeneration，完整的模型，adapter 已合并）。None：'xtuner'。"
-        ),
     )
     tokenizer: Any = _option(
         None,
@@ -347,13 +332,6 @@ class SaveOptions(_Options):
         "neither, a warning is logged. If the run's config names an XTuner prompt template, the saved tokenizer gets a "
         'chat template that formats dialogues as in training, and generation_config gets its stop words.',
         _tokenizer,
-        zh=(
-            'tokenizer 对象、tokenizer 的 MMEngine 配置，或 tokenizer 的目录。None：使用训练自己的 tokenizer'
-            '（``model.tokenizer``、``cfg.tokenizer``，或 Trainer 的 ``processing_class``），没有时用基座模型的；'
-            '都没有时在日志中给出警告。'
-            '如果训练配置指定了 XTuner 的 prompt template，保存的 tokenizer 会带上与训练一致的对话模板，gen'
-            'eration_config 会带上它的停止词。'
-        ),
     )
     dtype: str | None = _option(
         None,
@@ -363,12 +341,6 @@ class SaveOptions(_Options):
         'and adapters keep the dtype of training. None: the dtype of training. Tensors that are written in fp32 come '
         'from the master weights where they exist.',
         _dtype_code,
-        zh=(
-            "'float32'：有 fp32 主权重的张量用主权重。'bfloat16' 或 'float16'：使用该 dtype，但 ``from_pretrained"
-            "`` 用该 dtype 加载时保持 fp32 的张量除外。'base'：每个张量与基座模型的 safetensors 文件相同；基座没"
-            '有的张量用基座中多数元素的 dtype，adapter 保持训练时的 dtype。None：训练的 dtype。以 fp32 写出的张量'
-            '，有主权重时取自主权重。'
-        ),
     )
     carry_base: CarryBase | None = _option(
         None,
@@ -377,18 +349,12 @@ class SaveOptions(_Options):
         "base's safetensors files byte for byte, as they were before training. Every rank must be able to read these "
         'files during each save. None: a warning names the tensors.',
         _one_of(*CARRY_BASE),
-        zh=(
-            "'all'：把训练的模型类不加载、但基座模型里有的张量（DeepSeek-V3、GLM-4.5、Qwen3-Next、MiMo 的多 token"
-            ' 预测层）复制到每个完整的模型中。张量从基座的 safetensors 文件逐字节复制，与训练之前相同。每次保存时'
-            '，每个 rank 都必须能读取这些文件。None：在警告中列出这些张量。'
-        ),
     )
-    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size, zh='与 ``save_pretrained`` 相同。')
+    max_shard_size: int | str = _option('5GB', 'As in ``save_pretrained``.', _size)
     bucket_size: int | str = _option(
         '128MB',
         'How many bytes are gathered or sent at once. Peak extra memory is about one bucket.',
         _size,
-        zh='一次 gather 或发送的字节数。额外内存的峰值约为一个桶。',
         is_advanced=True,
     )
     writer: WriterName = _option(
@@ -399,42 +365,24 @@ class SaveOptions(_Options):
         "tensor, and rank 0 writes. 'auto': 'positional' if all ranks see the folder, else 'stream'. All writers "
         'produce the same files.',
         _one_of(*get_args(WriterName)),
-        zh=(
-            "'positional'：每个 rank 把自己的分片写入文件。'parallel'：每个文件由一个 rank 写，其他 rank 把分片发"
-            "给它；``max_shard_size`` 越小，文件越多，写文件的 rank 也越多。'stream'：全部由 rank 0 写，其他 rank"
-            " 把分片发给它。'gather'：每个 rank 都收到所有张量，由 rank 0 写。'auto'：所有 rank 都能看到保存目录"
-            "时为 'positional'，否则为 'stream'。各种方式写出的文件相同。"
-        ),
     )
     verify: VerifyLevel = _option(
         'sizes',
         "What is checked before a save is committed. 'sizes': every byte was written, the file sizes, and the headers. "
         "'full': also every byte, read back from the disk and compared with checksums taken from memory.",
         _one_of(*VERIFY_LEVELS),
-        zh=(
-            "提交之前检查的内容。'sizes'：每个字节都已写入，文件大小和文件头正确。'full'：另外从磁盘读回所有数据"
-            '，与在内存中计算的校验和比较。'
-        ),
     )
     max_keep_ckpts: int = _option(
         1,
         'How many saves to keep, including the newest and besides those of ``keep_every``. Older ones are named '
         '``hf_model_iter_500`` or ``hf_model_epoch_2``. -1 keeps all.',
         _at_least(1, -1),
-        zh=(
-            '最多保留多少个保存的模型，包括最新的，不包括 ``keep_every`` 保留的。之前的目录名为 ``hf_model_iter_500`` '
-            '或 ``hf_model_epoch_2``。-1 表示全部保留。'
-        ),
     )
     model_card: bool = _option(
         True,
         'Write a model card (``README.md``) with the base model, the task, the step and the command to load, unless '
         'the folder has a card already: peft writes one for adapters. False: write none.',
         _switch,
-        zh=(
-            '写一份模型卡片（``README.md``）：基座模型、任务、步数和加载命令。目录中已有卡片时不写，例如 peft 为 '
-            'adapter 写的卡片。False：不写。'
-        ),
     )
     keep_every: int | None = _option(
         None,
@@ -443,12 +391,6 @@ class SaveOptions(_Options):
         'so on. The option counts iterations even if ``interval`` counts epochs. It does not apply to best saves. '
         '(In Orbax: ``EveryNSteps`` with ``exact_interval=False``.)',
         _at_least(1),
-        zh=(
-            '除最新的模型（``max_keep_ckpts``、``upload_keep``）之外，每隔多少次迭代永久保留一个模型。设为 1000 '
-            '时，保留第 1000 次迭代起第一次保存的模型、第 2000 次迭代起第一次保存的模型，依此类推。即使 ``interva'
-            'l`` 按 epoch 计数，这里也按迭代计数。对最优权重不起作用。（相当于 Orbax 的 ``EveryNSteps``，``exact_'
-            'interval=False``。）'
-        ),
     )
 
 
@@ -473,7 +415,6 @@ class CallOptions(SaveOptions):
         'Number of finished optimizer steps. Required if more than one save is kept (``max_keep_ckpts``, '
         '``keep_every``), since older saves are named after their step.',
         _at_least(0),
-        zh='已完成的优化器步数。保留多个模型时（``max_keep_ckpts``、``keep_every``）必须给出，因为之前的目录以步数命名。',
     )
 
     def __post_init__(self) -> None:
@@ -492,10 +433,6 @@ class RunOptions(SaveOptions):
         "Folder of the newest save. None: ``hf_model`` in the run's folder (MMEngine's ``work_dir/<timestamp>``, "
         "Trainer's ``output_dir``).",
         folder,
-        zh=(
-            '最新模型的保存目录。None：训练目录下的 ``hf_model``（MMEngine 的 ``work_dir/<timestamp>``，Trainer '
-            '的 ``output_dir``）。'
-        ),
     )
     _: KW_ONLY
     interval_minutes: float | None = _option(
@@ -504,27 +441,17 @@ class RunOptions(SaveOptions):
         'to ``hf_model``, whatever caused it. All ranks save at the end of the next iteration. For saves by the clock '
         "alone: ``interval=-1`` (``save_strategy='no'`` for Trainer).",
         _minutes,
-        zh=(
-            '距训练开始或上一次保存到 ``hf_model``（无论由什么触发）超过这么多分钟时，也保存一次，以 rank 0 的时'
-            "间为准。所有 rank 在下一次迭代结束时保存。只按时间保存：``interval=-1``（Trainer：``save_strategy='n"
-            "o'``）。"
-        ),
     )
     save_last: bool = _option(
         True,
         'Also save when training ends, unless the last weights are saved already.',
         _switch,
-        zh='训练结束时也保存一次；如果最后的权重已经保存，就不再保存。',
     )
     async_save: bool = _option(
         False,
         'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
         'large as the data that the rank writes. If the next save is due before the files are written, it waits.',
         _switch,
-        zh=(
-            '先把权重复制到主机内存，然后在训练继续的同时写文件。每个 rank 上的副本与它要写的数据一样大。如果文件'
-            '还没写完就到了下一次保存，下一次保存会等待。'
-        ),
     )
     save_on_signal: str | Sequence[str] | None = _option(
         None,
@@ -533,11 +460,6 @@ class RunOptions(SaveOptions):
         "validation. After 'SIGUSR1' and 'SIGUSR2' training goes on; 'SIGTERM' (preemption), 'SIGINT', 'SIGHUP' and "
         "'SIGXCPU' end the process once the save is committed.",
         _signal_names,
-        zh=(
-            '用于请求保存的一个或多个信号。任何一个 rank 收到信号后，所有 rank 都会在大约一秒之后保存；迭代更长时'
-            "，在下一次迭代结束时保存；验证期间，在验证结束时保存。收到 'SIGUSR1' 和 'SIGUSR2' 时，训练继续；收到 "
-            "'SIGTERM'（抢占）、'SIGINT'、'SIGHUP' 和 'SIGXCPU' 时，提交之后结束进程。"
-        ),
     )
     on_saved: str | Sequence[str] | None = _option(
         None,
@@ -547,12 +469,6 @@ class RunOptions(SaveOptions):
         '``log_history`` of Trainer. If several saves are made while the command runs, it runs next for the newest '
         'one. It is ended after a day; ``timeout 1h COMMAND`` ends it sooner.',
         _command,
-        zh=(
-            '每次保存之后由 rank 0 执行的命令，训练同时继续。``{path}`` 是保存的目录，``{step}`` 是迭代数，``{lab'
-            'el}`` 是 ``iter_500`` 这样的名字，``{output}`` 是存放结果的目录。如果命令的输出中有 JSON 对象，最后'
-            '一个这样的行中的数值会写入可视化器，或 Trainer 的 ``log_history``。如果命令执行期间又保存了几次，下'
-            '一次只对最新的模型执行。命令最多执行一天；``timeout 1h COMMAND`` 可以更早结束它。'
-        ),
     )
     exit_wait_secs: float = _option(
         600,
@@ -560,11 +476,6 @@ class RunOptions(SaveOptions):
         'progress and for uploads, and how long the end of training waits for uploads and for ``on_saved``. '
         'torchrun sends SIGKILL 30 s after SIGTERM regardless; torch 2.13 can change that with ``--shutdown-timeout``.',
         _seconds,
-        zh=(
-            '进程将要结束时（异常、SIGTERM、SIGHUP 或 SIGXCPU 之后）等待未完成的保存和上传的时间，以及训练结束时'
-            '等待上传和 ``on_saved`` 的时间，单位为秒。无论设为多少，torchrun 都会在 SIGTERM 之后 30 秒发送 SIGKI'
-            'LL；torch 2.13 可以用 ``--shutdown-timeout`` 修改。'
-        ),
         is_advanced=True,
     )
     upload_to: str | None = _option(
@@ -573,33 +484,22 @@ class RunOptions(SaveOptions):
         "storage bucket of the Hub, 'hf://buckets/OWNER/NAME/run'. Each committed save is uploaded in the background, "
         'under a prefix of its own (``hf_model_iter_500``). ``hf_model.json`` in the store names the newest save.',
         _store_url,
-        zh=(
-            "对象存储的 URL，例如 's3://bucket/run'（也支持 gs、az、oss 以及 fsspec 支持的其他存储），或 Hub 的存储桶"
-            "，'hf://buckets/OWNER/NAME/run'。每个提交的模型都会在后台上传，使用各自的前缀（``hf_model_iter_500``）"
-            '。存储中的 ``hf_model.json`` 指向最新的模型。'
-        ),
     )
     upload_keep: int = _option(
         -1,
         'How many uploaded saves to keep, including the newest and besides those of ``keep_every``. -1 keeps all.',
         _at_least(1, -1),
-        zh='最多保留多少个上传的模型，包括最新的，不包括 ``keep_every`` 保留的。-1 表示全部保留。',
     )
     storage_options: dict[str, Any] | None = _option(
         None,
         "Keyword arguments for the library of the store in ``upload_to``, such as ``dict(endpoint_url='https://...')``."
         ' Keep credentials where that library looks for them, not here.',
         _library_arguments,
-        zh=(
-            "传给对象存储的库（由 ``upload_to`` 决定）的关键字参数，例如 ``dict(endpoint_url='https://...')``。密"
-            '钥请放在该库会读取的位置，不要写在这里。'
-        ),
     )
     on_error: Literal['continue', 'raise'] = _option(
         'continue',
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
         _one_of('continue', 'raise'),
-        zh="保存失败时：'continue'（记录错误，继续训练）或 'raise'（抛出错误）。",
     )
 
     def __post_init__(self) -> None:
@@ -622,20 +522,12 @@ class HookOptions(RunOptions):
         'Number of epochs or iterations between saves. -1: no such schedule; other options, such as ``save_last`` and '
         "``interval_minutes``, still save. None: as in the run's CheckpointHook, with its ``save_begin``.",
         _at_least(1, -1),
-        zh=(
-            '保存间隔（epoch 数或迭代数）。-1：不按间隔保存；其他选项（例如 ``save_last`` 和 ``interval_minutes``）'
-            '仍会保存。None：与训练的 CheckpointHook 及其 ``save_begin`` 相同。'
-        ),
     )
     by_epoch: bool | None = _option(
         None,
         'Whether ``interval`` counts epochs or iterations. None: as the train loop does, epochs in EpochBasedTrainLoop '
         'and iterations in IterBasedTrainLoop.',
         _switch,
-        zh=(
-            '``interval`` 按 epoch 还是按迭代计数。None：与训练循环相同，EpochBasedTrainLoop 按 epoch，IterBa'
-            'sedTrainLoop 按迭代。'
-        ),
     )
     save_best: str | list[str] | None = _option(
         None,
@@ -644,22 +536,13 @@ class HookOptions(RunOptions):
         'the best of the earlier run. Rank 0 compares the scores. Scores come from validation during training. If '
         'the first validation lacks the metric, that is an error.',
         _anything,
-        zh=(
-            '与 CheckpointHook 相同。最优权重保存到 ``hf_model_best``；有多个指标时保存到 ``hf_model_best_<metric'
-            '>``。分数超过目前的最优分数时才保存；恢复训练时，目前的最优分数包括之前训练的分数。由 rank 0 比较分'
-            '数。分数来自训练中的验证；如果第一次验证中没有该指标，会报错。'
-        ),
     )
-    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything, zh='与 CheckpointHook 相同。')
+    rule: str | list[str] | None = _option(None, 'As in CheckpointHook.', _anything)
     ema: bool = _option(
         True,
         'If the run has an EMAHook, save its averaged weights. Validation scores these weights, and CheckpointHook '
         'saves them. False: save the live weights.',
         _switch,
-        zh=(
-            '如果训练使用了 EMAHook，保存平均后的权重。验证评估的、CheckpointHook 保存的都是这些权重。False：保存'
-            '未平均的权重。'
-        ),
     )
 
     def __post_init__(self) -> None:
@@ -682,16 +565,11 @@ class CallbackOptions(RunOptions):
         "'steps', 'epoch', or 'no' for no such schedule; other options, such as ``save_last`` and "
         '``interval_minutes``, still save. None: whenever Trainer itself saves a checkpoint.',
         _one_of('no', 'steps', 'epoch'),
-        zh=(
-            "'steps'、'epoch'，或 'no'（不按间隔保存；其他选项，例如 ``save_last`` 和 ``interval_minutes``，仍会保存"
-            '）。None：Trainer 自己保存检查点时。'
-        ),
     )
     save_steps: int | None = _option(
         None,
         "With ``save_strategy='steps'``, the number of steps between saves. None: as in TrainingArguments.",
         _at_least(1),
-        zh="``save_strategy='steps'`` 时的保存间隔（步数）。None：与 TrainingArguments 相同。",
     )
     save_total_limit: int | None = _option(
         1,
@@ -700,11 +578,6 @@ class CallbackOptions(RunOptions):
         'The limit of TrainingArguments does not apply here: it is for checkpoints to resume from.',
         _must_be(
             'an integer of at least 1, or None', lambda value: value is None or (_is_number(value, int) and value >= 1)
-        ),
-        zh=(
-            '最多保留多少个保存的模型，包括最新的，不包括 ``keep_every`` 保留的。'
-            '之前的目录名为 ``hf_model_iter_500``。None 表示全部保留。Train'
-            'ingArguments 中的同名选项在这里不起作用，它限制的是用于恢复训练的检查点。'
         ),
     )
     #: The same limit in MMEngine's words, in which saves read it. As a class variable it is no option of the callback.

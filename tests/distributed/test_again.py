@@ -137,7 +137,7 @@ def call_again(root: Path) -> list[Any]:
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
-    for owner, name in ((Saver, 'prepare'), (save, 'plan_saves'), (Saver, 'save'), (Writer, 'finish')):
+    for owner, name in ((Saver, 'prepare'), (save, 'prepare_saves'), (Saver, 'save'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=interrupt_all):
             told.append('KeyboardInterrupt' in raised_by(lambda: save_hf(model, folder)))
         dist.barrier()

@@ -15,7 +15,7 @@ from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.zoo import build
 from tests.helpers.ranks.scenarios import check, run_scenarios
-from tests.helpers.runs.engines import make_manager, save_folder, train_one_step, zero_engine
+from tests.helpers.runs.engines import open_run, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.cli.verify import main as verify
@@ -136,12 +136,12 @@ def test_a_file_of_the_base_that_became_shorter(tmp_path):
     """It is read at each save: then the save fails, and the one before it stays."""
     make_base(tmp_path / 'base')
     model = AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
-    manager = make_manager(model, tmp_path / 'saved', carry_base='all', on_error='raise')
-    manager.save(iteration(1))
+    run = open_run(model, tmp_path / 'saved', carry_base='all', on_error='raise')
+    run.save(iteration(1))
     before = {path.name: path.read_bytes() for path in (tmp_path / 'saved').iterdir()}
     path = tmp_path / 'base' / 'mtp.safetensors'
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(XhfError, match=r'mtp\.safetensors: .* is to be copied from this file .* shorter than it was'):
-        manager.save(iteration(2))
-    manager.close()
+        run.save(iteration(2))
+    run.close()
     assert {path.name: path.read_bytes() for path in (tmp_path / 'saved').iterdir()} == before

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import run_ranks
-from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
@@ -63,7 +63,7 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     """Runs on: all ranks."""
     lines, before = Lines(), sockets()
     options: dict[str, Any] = dict(async_save=async_save, save_on_signal='SIGUSR2', on_error='continue')
-    saves = make_manager(odd_llama(), folder, collective=Collective.connect(), run=lines, **options)
+    saves = open_run(odd_llama(), folder, collective=Collective.connect(), identity=lines, **options)
     ours = {fd: target for fd, target in sockets().items() if before.get(fd) != target}
     saves.save_if_requested(iteration(1))
     saves.save(iteration(1))

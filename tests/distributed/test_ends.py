@@ -25,13 +25,13 @@ import torch.distributed as dist
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, run_program
-from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.background import background_tasks
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.store import StoredSaves
-from xhf_hooks.saves import manager
+from xhf_hooks.saves import run as run_module
 from xhf_hooks.writers.output_file import OutputFile
 
 STEP = 2
@@ -50,7 +50,7 @@ class Run:
             deepspeed.init_distributed(dist_backend='gloo')
             Uploads.patience_secs = 1.0  # with ranks that have ended
             options |= dict(on_saved='sleep 1000')
-        self.saves = make_manager(odd_llama(), self.folder, run=self, **options)
+        self.saves = open_run(odd_llama(), self.folder, identity=self, **options)
 
     def save(self, number: int = STEP) -> None:
         self.saves.save(iteration(number))
@@ -86,7 +86,7 @@ class Run:
                 self.ends.set()
             return wait_until(is_over, secs)
 
-        background_tasks.wait_until = manager.wait_until = at_end
+        background_tasks.wait_until = run_module.wait_until = at_end
 
 
 def requested(run: Run) -> None:

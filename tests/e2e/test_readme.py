@@ -166,7 +166,7 @@ def test_what_stands_alone_can_be_used():
     for text in (after.removeprefix('+'), code('lm_eval', 'on-saved.md')):
         exec(text, found)
     hook = found['HFCheckpointHook'](on_saved=found['on_saved'])
-    assert hook.on_saved[-2:] == ('{path}', '{output}/lm_eval')
+    assert hook.options.on_saved[-2:] == ('{path}', '{output}/lm_eval')
 
 
 def test_hf_knows_the_options_of_the_recipe_for_the_hub():

@@ -41,9 +41,8 @@ WAYS = [
 ]
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
-    'saves.manager.CheckpointManager.save': 'calls what stands in agreed blocks, and nothing before',
-    'saves.manager.CheckpointManager.wait_for_background_save': 'raises or reports what all ranks have',
-    'saves.manager.CheckpointManager._call_frontend': 'tells what all ranks have; what it calls may fail',
+    'saves.run.Run.save': 'calls what stands in agreed blocks, and nothing before',
+    'saves.run.Run.wait_for_background_save': 'raises or reports what all ranks have',
     'saves.outcomes.Outcomes.log_outcome': 'tells what all ranks have; what it calls may fail',
     'saves.outcomes.Outcomes.call_frontend': 'tells what all ranks have; what it calls may fail',
     'saves.outcomes.Outcomes._logging_errors': 'catches what fails then',
@@ -175,7 +174,7 @@ class Run:
     """Saves of a tiny model at ZeRO-3. Runs on: all ranks."""
 
     def __init__(self, parent: Path, way: str) -> None:
-        from tests.helpers.runs.engines import make_manager
+        from tests.helpers.runs.engines import open_run
         from xhf_hooks.background.upload import Uploads
         from xhf_hooks.collective import Collective
 
@@ -192,7 +191,7 @@ class Run:
         handler.emit = lambda record: self.lines.append(record.getMessage())
         logger.addHandler(handler)
         options |= dict(on_error='raise', collective=Collective.connect(timeout_secs=60))
-        self.saves = make_manager(self.model, self.folder, logger, **options)
+        self.saves = open_run(self.model, self.folder, logger, **options)
 
     def save(self) -> str:
         """What came of a save; empty when all is well."""

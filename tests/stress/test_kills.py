@@ -21,7 +21,7 @@ from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
 from tests.helpers.faults.numbered import NAME, fill, tiny_model
 from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import HANG_SECS, start_process
-from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
@@ -143,7 +143,7 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     model = tiny_model(kind.zero3)
     how = dict(writer=kind.writer, async_save=kind.in_background, bucket_size=20_000, max_shard_size=10_000)
     how |= dict(max_keep_ckpts=max_keep, on_error='raise', collective=Collective.connect(timeout_secs=HANG_SECS))
-    saves = make_manager(model, parent / NAME, **how)
+    saves = open_run(model, parent / NAME, **how)
     for number in itertools.count(first):
         fill(model, weight_of(number))
         connection.send(('began', number))

@@ -39,7 +39,7 @@ def train(folder: Path, mode: str, method: str) -> None:
     import torch.distributed as dist
 
     from tests.helpers.models.zoo.llamas import odd_llama
-    from tests.helpers.runs.engines import make_manager
+    from tests.helpers.runs.engines import open_run
     from tests.helpers.runs.tiny_checkpoint import iteration
     from xhf_hooks.writers.output_file import OutputFile
 
@@ -51,7 +51,7 @@ def train(folder: Path, mode: str, method: str) -> None:
         write = OutputFile.write
         OutputFile.write = lambda *args: (time.sleep(0.2), write(*args))[1]  # in flight when the signal comes
     model = torch.nn.parallel.DistributedDataParallel(odd_llama())
-    saves = make_manager(model, folder, bucket_size='1MB', **options)
+    saves = open_run(model, folder, bucket_size='1MB', **options)
     loader = torch.utils.data.DataLoader(Data(), num_workers=WORKERS[method], multiprocessing_context=method)
     for number, batch in enumerate(loader, 1):
         model(input_ids=batch, labels=batch).loss.backward()

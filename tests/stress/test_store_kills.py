@@ -16,7 +16,7 @@ from tests.helpers.faults.proxy import Fault, FaultyProxy, faulty_proxy
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import start_process
-from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.errors import XhfError
@@ -48,7 +48,7 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
     options |= dict(upload_to=url, upload_keep=1, storage_options={'endpoint_url': endpoint})
     status = 0
     try:
-        saves = make_manager(model, Path(work_dir) / 'hf_model', **options)
+        saves = open_run(model, Path(work_dir) / 'hf_model', **options)
         try:
             for number in SAVES:
                 fill(model, number)

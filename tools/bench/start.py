@@ -73,7 +73,10 @@ def measure_model(name: str) -> dict[str, float]:
     cpu = time.process_time()
     log = RunLog(logging.getLogger('bench'), 'start')
     # Without values: no tensor is read before the first save
-    with patch('xhf_hooks.saves.planned._require_values'), patch.object(HuggingFaceExporter, 'check_loading', timed):
+    with (
+        patch('xhf_hooks.saves.preparation._require_values'),
+        patch.object(HuggingFaceExporter, 'check_loading', timed),
+    ):
         saver = Saver.prepare(
             unwrap(model), SaveOptions(), Collective.connect(), log, strategy=WriteStrategy.POSITIONAL
         )

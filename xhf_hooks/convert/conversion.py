@@ -27,7 +27,6 @@ from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.model_card import write_model_card
-from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
@@ -115,7 +114,7 @@ class Conversion:
             options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
-            reward_token_id=_reward_token_id(module, self._config),
+            run_config=None if self._config is None else self._config.fields,
         )
         self._weights, weights_notes = _which_weights(checkpoint, self._config, options.ema)
         self.outputs = self._plan(match)
@@ -282,7 +281,7 @@ class Conversion:
         seconds = time.perf_counter() - started
         cost = SaveCost(plan.nbytes, seconds, seconds, meter.peak_extra_nbytes)
         notes += [*warn_of_non_finite(tensors), *self._notes_on_float32()]
-        return CommittedCheckpoint(target.path, self.step, cost, tuple(notes))
+        return CommittedCheckpoint(target.path, target.name, self.step, cost, tuple(notes))
 
     def write_assets(self, folder: Path) -> None:
         """Write the files that :meth:`run` writes beside the weights, for comparing them.
@@ -334,11 +333,6 @@ def _forget_quantizers(module: nn.Module, stored: Mapping[str, StoredTensor]) ->
             names = (f'{path}.{name}'.removeprefix('.') for name, _ in part.named_parameters())
             if floats.issuperset(names):
                 del part.config.quantization_config
-
-
-def _reward_token_id(module: nn.Module, config: RunConfig | None) -> int | None:
-    found = None if config is None else config.fields.get('reward_token_id')
-    return found if type(found) is int and has_head(module) else None
 
 
 def describe_checkpoint(source: CheckpointSource) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,12 +28,19 @@ __all__ = [
 ]
 
 
-def exporter_for(model: nn.Module, module: str | None, carry_base: str | None = None, **options: Any) -> Exporter:
+def exporter_for(
+    model: nn.Module,
+    module: str | None,
+    carry_base: str | None = None,
+    run_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Exporter:
     """The exporter of a trained model: the last registered one that accepts it.
 
     Args:
         module: The option ``module``; None: the exporter finds the model to export.
         carry_base: The option ``carry_base``. Only complete models of transformers have what it copies.
+        run_config: The config of the run, if it has one.
         **options: Options for some kinds of models, such as ``lora``; None if not given.
 
     Raises:
@@ -61,6 +69,7 @@ def exporter_for(model: nn.Module, module: str | None, carry_base: str | None = 
         reason = f'None, because {chosen.__name__} writes no complete model here, such as an adapter alone'
         raise OptionError('carry_base', reason, carry_base)
     exporter.carry_base = carry_base
+    exporter.run_config = {} if run_config is None else run_config
     return exporter
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_model.files import (
@@ -15,6 +16,7 @@ from xhf_hooks.base_model.files import (
     warn_of_revisions,
 )
 from xhf_hooks.base_model.tokenizer import CopiedFiles, load_or_copy_tokenizer
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import names_by_identity, token_embeddings
@@ -35,6 +37,8 @@ class Exporter(ABC):
         writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
             parts.
         carry_base: The option. Set by ``exporter_for``.
+        run_config: The config of the run, from which an exporter reads what it needs; empty without one. Set by
+            ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         whole: The trained model. What is exported may be a part of it, as in a SentenceTransformer, whose other modules
             are saved, too (exporters/surroundings.py). Set by ``exporter_for``.
@@ -51,6 +55,7 @@ class Exporter(ABC):
     left_out_trained: tuple[str, ...] = ()
     writes_whole_model: bool = False
     carry_base: str | None = None
+    run_config: Mapping[str, Any] = MappingProxyType({})
     tokenizer_of_model: Any | None = None
     whole: nn.Module | None = None
     notes: tuple[str, ...] = ()
@@ -126,6 +131,21 @@ class Exporter(ABC):
         """
         return load_or_copy_tokenizer(self.base_model, trust_remote_code=self.trusts_code)
 
+    def with_template_of_run(
+        self, tokenizer: Any | None, *, may_import: bool = True
+    ) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+        """The tokenizer to write, with the chat template of training; EOS token ids of answers, and log messages.
+
+        Runs on: rank 0.
+
+        Args:
+            may_import: Whether to import a template that the run's config names, other than XTuner's.
+
+        Raises:
+            OptionError: The template does not exist, is ambiguous, or XTuner could not train with it.
+        """
+        return tokenizer_for_run(tokenizer, self.run_config, may_import=may_import)
+
     @property
     def n_base_tokens(self) -> int:
         """The number of tokens of :meth:`base_tokenizer`; 0 if there is none, or it is not loaded. Runs on: rank 0."""
@@ -160,7 +180,7 @@ class CompositeExporter(Exporter):
     def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
         entries = []
         for folder, part in self.parts.items():
-            part.carry_base = self.carry_base
+            part.carry_base, part.run_config = self.carry_base, self.run_config
             for entry in part.entries(specs, dtype):
                 inside = '/'.join(filter(None, (folder, entry.file_set.folder)))
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=inside)))

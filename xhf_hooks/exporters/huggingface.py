@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -60,12 +59,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from xhf_hooks.exporters.loading_check import Problems
-
-#: Each live model's last reference model, and its class and config: building it is the slowest step before the write,
-#: and ``save_hf`` is called many times.
-_BUILT: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
-#: What has been loaded without problems, by live model and exporter, for the same reason.
-_LOADED: WeakKeyDictionary[PreTrainedModel, dict[type, Any]] = WeakKeyDictionary()
 
 
 @EXPORTERS.register_module()
@@ -179,10 +172,6 @@ class HuggingFaceExporter(Exporter):
         config, kind = self._config, self._class_that_loads()
         placements = [one for one in placements if one.file not in self._around]
         placements = [one for one in placements if one.hf_name not in self._copied]  # which the class does not load
-        key = kind, config.to_dict(), sorted((one.hf_name, one.shape, one.dtype) for one in placements)
-        loaded_before = _LOADED.setdefault(self._model, {})
-        if loaded_before.get(type(self)) == key:
-            return []
         try:
             loaded, problems = load_empty(kind, config, placements, arguments=self._arguments)
         except ModelError:
@@ -205,7 +194,6 @@ class HuggingFaceExporter(Exporter):
         if problems.get('tied, but trained apart'):
             require_none(problems, kind.__name__, f"set {TIE} to False in the model's config before training")
         require_none(problems, kind.__name__)
-        loaded_before[type(self)] = key
         comes_with_code = is_remote_code(self._model) or bool(getattr(config, 'auto_map', None))
         return [] if comes_with_code else needs_its_code(kind)
 
@@ -292,17 +280,13 @@ class HuggingFaceExporter(Exporter):
     def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
         kind = model_class(self._model)
-        key = kind, config.to_dict(), self._arguments
-        built_from, reference = _BUILT.get(self._model, (None, None))
-        if built_from != key:
-            try:
-                reference = build_on_meta(kind, config, self._arguments)
-                _BUILT[self._model] = key, reference
-            except Exception:  # of any type, from custom code
-                if kind.__module__.partition('.')[0] == 'transformers':
-                    raise
-                # Custom code may want more than a config. Loading cannot be tried then, and check_loading() says so
-                reference = copy_on_meta(self._model, config, {name: one.shape for name, one in self._names.items()})
+        try:
+            reference = build_on_meta(kind, config, self._arguments)
+        except Exception:  # of any type, from custom code
+            if kind.__module__.partition('.')[0] == 'transformers':
+                raise
+            # Custom code may want more than a config. Loading cannot be tried then, and check_loading() says so
+            reference = copy_on_meta(self._model, config, {name: one.shape for name, one in self._names.items()})
         conversions = recorded_conversions(self._model)
         if conversions is not None and not any(map(_is_of_quantizer, conversions)):
             record_conversions(reference, conversions)

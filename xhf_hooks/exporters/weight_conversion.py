@@ -21,7 +21,7 @@ import torch
 from xhf_hooks.compat.transformers import converts_weights, saved_names
 from xhf_hooks.errors import ModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
-from xhf_hooks.planning.types import ExportEntry, SharedStorage, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,9 +53,7 @@ def convert_specs(model: PreTrainedModel, specs: Mapping[str, TensorSpec]) -> li
             with torch._C.DisableTorchFunctionSubclass():
                 shape, dtype = tuple(tensor.shape), dtype_code(tensor.dtype)
             first = _first_of_run(tensor, [inputs[name] for name in group.inputs])
-            entries.append(
-                ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first, storage=tensor.storage_in_memory)
-            )
+            entries.append(ExportEntry(hf_name, shape, dtype, reads, group, source_offset=first))
     return entries
 
 
@@ -172,38 +170,27 @@ def _smallest_group(
 
 
 class _TracedTensor(torch.Tensor):
-    """A tensor that records the names of its inputs, and the storage that it would have in memory.
+    """A tensor that records the names of its inputs.
 
     :meth:`~torch.Tensor.contiguous` copies nothing, so that views stay views.
     """
 
     sources: frozenset[str]
-    storage_in_memory: SharedStorage
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
-            return args[0] if args[0].is_contiguous() else _copied_in_memory(args[0])
+            return args[0]
         result = super().__torch_function__(func, types, args, kwargs or {})
         made = _tensors_in(result)
         if not made:
             return result
         operands = _tensors_in((args, kwargs))
         sources = operands[0].sources if len(operands) == 1 else frozenset().union(*(one.sources for one in operands))
-        storages = [_storage_of(operand) for operand in operands]
         for tensor in made:
             if not any(tensor is operand for operand in operands):
                 tensor.sources = sources
-                storage = _storage_of(tensor)
-                viewed = [one.storage_in_memory for one, own in zip(operands, storages, strict=True) if own == storage]
-                tensor.storage_in_memory = viewed[0] if viewed else SharedStorage(tensor.numel())
         return result
-
-
-def _copied_in_memory(tensor: _TracedTensor) -> _TracedTensor:
-    alias = tensor.view_as(tensor)
-    alias.storage_in_memory = SharedStorage(tensor.numel())
-    return alias
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -219,7 +206,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
 def _traced_meta(name: str, spec: TensorSpec) -> _TracedTensor:
     tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device='meta').as_subclass(_TracedTensor)
     tensor.sources = frozenset({name})
-    tensor.storage_in_memory = SharedStorage(tensor.numel())
     return tensor
 
 

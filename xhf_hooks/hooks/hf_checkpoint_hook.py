@@ -14,23 +14,22 @@ from mmengine.registry import MODEL_WRAPPERS
 
 from xhf_hooks.background.save_on_signal import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
-from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
-from xhf_hooks.exporters.xtuner.reward import has_head
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
 from xhf_hooks.options import HookOptions, explains, require_apart
-from xhf_hooks.planning.types import Step
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.frontend import RunFrontend
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog, scalars
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.system.child_processes import SignalProofChildren
 
 
-@explains(HookOptions)  # adds the options to the docstring, and an error for unknown names
-class HFCheckpointHook(HookOptions, RunFrontend, Hook):
+@explains(HookOptions)
+class HFCheckpointHook(RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
@@ -44,15 +43,16 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
     priority = 95  # after CheckpointHook (90)
     _saved_to: Path | None = None  # out_dir of this hook in an earlier training of the same runner
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, out_dir: str | Path | None = None, **options: Any) -> None:
+        self.options = HookOptions.of(out_dir, **options)
         self._schedule = Schedule(-1, by_epoch=False)  # until training begins
         self._best = self._best_metric()  # now, so that a wrong option is an error when the hook is built
+        self._scores: dict[str, tuple[str, float]] = {}  # metric and score of the newest best save, by target
         self._has_compared = False
         # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
         # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built. So
         # this cannot wait until before_train
-        signals = signal_numbers(self.save_on_signal or ())
+        signals = signal_numbers(self.options.save_on_signal or ())
         self._children = SignalProofChildren.start(signals) if signals else None
 
     def before_train(self, runner: Any) -> None:
@@ -62,41 +62,43 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             XhfError: A save would fail. The same on every rank.
         """
         self.close()
+        options = self.options
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
-        out_dir = Path(self.out_dir or Path(runner.log_dir, 'hf_model'))
+        out_dir = Path(options.out_dir or Path(runner.log_dir, 'hf_model'))
         # It may lie inside work_dir, but a save must not replace work_dir
         require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         _warn_about_hooks_of_this_name(runner, log)
-        self._schedule = resolve_schedule(runner, self.interval, self.by_epoch)
-        lacks_scores = self.save_best is not None and not validates(runner)
+        self._schedule = resolve_schedule(runner, options.interval, options.by_epoch)
+        lacks_scores = options.save_best is not None and not validates(runner)
         self._best = None if lacks_scores else self._best_metric()  # anew: it keeps the scores of one training
-        self._has_compared = False
-        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
-        saves_anyway = self.save_last or self._best is not None or is_asked
+        self._scores, self._has_compared = {}, False
+        is_asked = bool(options.save_on_signal) or options.interval_minutes is not None
+        saves_anyway = options.save_last or self._best is not None or is_asked
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
-        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=self.ema, log=log)
-        if has_head(unwrapped.model):
-            unwrapped = replace(unwrapped, reward_token_id=runner.cfg.get('reward_token_id'))
-        self._saves = CheckpointManager.open(
-            unwrapped,
+        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=options.ema, log=log)
+        unwrapped = replace(unwrapped, run_config=runner.cfg)
+        info = RunInfo(
             out_dir,
-            self,
-            log,
-            when=None if self._schedule.interval <= 0 else str(self._schedule),
+            schedule=None if self._schedule.interval <= 0 else str(self._schedule),
             tokenizer=runner.cfg.get('tokenizer'),
-            finish_tokenizer=partial(tokenizer_for_run, cfg=runner.cfg),
-            sweep=Path(runner.work_dir) if self.out_dir is None else None,
+            identity=runner,
+            sweep=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
-            may_replace=self.out_dir is not None or out_dir == self._saved_to,
-            run=runner,
-            suffixes=[] if self._best is None else self._best.suffixes(),
-            on_committed=lambda committed: self._visualize(runner, committed.step, scalars(committed)),
+            may_replace=options.out_dir is not None or out_dir == self._saved_to,
+            extra_suffixes=[] if self._best is None else self._best.suffixes(),
+        )
+        self._saves = Run.open(
+            unwrapped,
+            info,
+            options,
+            log,
+            on_committed=partial(self._note_committed, runner),
             on_result=partial(self._visualize, runner),
         )
         self._saved_to = out_dir
         if self._children is not None:
-            self._children.close()  # from now on the manager protects data loader workers from these signals
+            self._children.close()  # from now on the run protects data loader workers from these signals
         if self._best is not None:
             self._learn_of_best(self._best, runner.message_hub)
 
@@ -129,7 +131,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             self.close()
 
     def _best_metric(self) -> BestMetric | None:
-        return None if self.save_best is None else BestMetric(self.save_best, self.rule)
+        return None if self.options.save_best is None else BestMetric(self.options.save_best, self.options.rule)
 
     def _save_if_best(self, best: BestMetric, runner: Any, metrics: Mapping[str, Any]) -> None:
         """Save the model for each metric that has improved. Runs on: all ranks.
@@ -152,7 +154,7 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
                 for metric, score in improved.items()
             ]
 
-        if saves.has_pending_callback:
+        if saves.saving_to not in (None, saves.newest):
             saves.wait_for_background_save()  # the best score is that of the last best save, if it succeeded
         try:
             with saves.collective.stage('comparing scores'):
@@ -165,14 +167,17 @@ class HFCheckpointHook(HookOptions, RunFrontend, Hook):
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:
-            step = Step.of_iteration(runner.iter)
-            remember = partial(self._remember, best, runner, metric, score)
-            saves.save(step, saves.extra_targets[suffix], callback=remember, manifest_fields=manifest_fields)
+            target = saves.extra_targets[suffix]
+            self._scores[target.name] = metric, score
+            saves.save(Step.of_iteration(runner.iter), target, manifest_fields=manifest_fields)
 
-    def _remember(self, best: BestMetric, runner: Any, metric: str, score: float) -> None:
-        """Record the score of a committed best save."""
-        best.remember(metric, score, runner.message_hub)
-        self.saves.log.info(f'best {metric} so far, {score:.4f}')
+    def _note_committed(self, runner: Any, committed: CommittedCheckpoint) -> None:
+        """Record the score of a best save, and show the cost of any save to MMEngine's visualizer."""
+        if self._best is not None and committed.target in self._scores:
+            metric, score = self._scores.pop(committed.target)
+            self._best.remember(metric, score, runner.message_hub)
+            self.saves.log.info(f'best {metric} so far, {score:.4f}')
+        self._visualize(runner, committed.step, scalars(committed))
 
     def _learn_of_best(self, best: BestMetric, hub: MessageHub) -> None:
         """Read the scores of earlier best saves from their manifests. Runs on: all ranks.

@@ -11,7 +11,8 @@ from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
 from xhf_hooks.options import CallOptions, CarryBase, LlavaFormat, LoraMode, VerifyLevel, WriterName, explains, folder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
@@ -78,9 +79,8 @@ def save_hf(
     collective = Collective.reused()  # connects to all ranks at the first call
     log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0)
     try:
-        saves = CheckpointManager.open(
-            unwrap(model), path, options, log, when='now', on_committed=committed.append, collective=collective
-        )
+        info = RunInfo(path, schedule='now')
+        saves = Run.open(unwrap(model), info, options, log, on_committed=committed.append, collective=collective)
         saves.newest.is_for_save_hf = True
         try:
             saves.save(Step.of_iteration(number), call_began=began)

@@ -20,13 +20,14 @@ from xhf_hooks.errors import OptionError
 from xhf_hooks.options import CallbackOptions, explains, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog, scalars, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
 @explains(CallbackOptions)
-class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
+class HFCheckpointCallback(RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
     The same save as HFCheckpointHook's. It does not replace Trainer's own checkpoints, which are needed for resuming;
@@ -41,6 +42,9 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     logger = logging.getLogger('xhf_hooks')
 
+    def __init__(self, out_dir: str | Path | None = None, **options: Any) -> None:
+        self.options = CallbackOptions.of(out_dir, **options)
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
 
@@ -52,27 +56,24 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             show(self.logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
         log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
         self._check_schedule(args, state, log)
-        out_dir = Path(self.out_dir or Path(args.output_dir, 'hf_model'))
+        out_dir = Path(self.options.out_dir or Path(args.output_dir, 'hf_model'))
         require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
         if args.push_to_hub and out_dir.absolute().is_relative_to(Path(args.output_dir).absolute()):
             log.warning(
                 f'push_to_hub: Trainer uploads all of {args.output_dir}, with {out_dir} and with files of saves that '
                 f'are being written; set out_dir to a folder outside of it'
             )
-        options, collective = self, None
+        options, collective = self.options, None
         if state.is_hyper_param_search:  # each trial trains another model
-            collective, options = Collective.connect(), copy.copy(self)
+            collective, options = Collective.connect(), copy.copy(options)
             trial = state.trial_name or collective.from_rank0('preflight', partial(_make_trial_folder, out_dir.parent))
             out_dir = out_dir.parent / trial / out_dir.name
-            options.upload_to = None if self.upload_to is None else f'{self.upload_to}/{trial}'
-        self._saves = CheckpointManager.open(
+            options.upload_to = None if options.upload_to is None else f'{options.upload_to}/{trial}'
+        self._saves = Run.open(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            out_dir,
+            RunInfo(out_dir, self._when(args, state), kwargs.get('processing_class'), identity=state),
             options,
             log,
-            when=self._when(args, state),
-            tokenizer=kwargs.get('processing_class'),
-            run=state,
             on_committed=lambda committed: _add_to_history(state, committed.step, scalars(committed)),
             on_result=partial(_add_to_history, state),
             collective=collective,
@@ -80,8 +81,8 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.saves.poll_background()
-        every = self.save_steps or state.save_steps
-        if self.save_strategy == 'steps' and state.global_step % every == 0:
+        every = self.options.save_steps or state.save_steps
+        if self.options.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(args, state, control)
         self.saves.save_if_requested(_step(state), remember_weights=_may_reload(args, control))
 
@@ -90,11 +91,11 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
             self._saves.save_if_requested(_step(state), vote_now=True, remember_weights=_may_reload(args, control))
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self.save_strategy == 'epoch':
+        if self.options.save_strategy == 'epoch':
             self._save(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self.save_strategy is None:
+        if self.options.save_strategy is None:
             self._save(args, state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -107,21 +108,21 @@ class HFCheckpointCallback(CallbackOptions, RunFrontend, TrainerCallback):
         self.saves.save(_step(state), remember_weights=_may_reload(args, control))
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
-        every = self.save_steps or state.save_steps
-        is_late = self.save_strategy == 'steps' and every > state.max_steps
-        is_asked = bool(self.save_on_signal) or self.interval_minutes is not None
-        if (is_late or self._when(args, state) is None) and not self.save_last and not is_asked:
+        every = self.options.save_steps or state.save_steps
+        is_late = self.options.save_strategy == 'steps' and every > state.max_steps
+        is_asked = bool(self.options.save_on_signal) or self.options.interval_minutes is not None
+        if (is_late or self._when(args, state) is None) and not self.options.save_last and not is_asked:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
-            raise OptionError('save_strategy', expected, self.save_strategy)
+            raise OptionError('save_strategy', expected, self.options.save_strategy)
         if is_late:
             log.warning(f'save_steps: training ends after {state.max_steps} steps, before {every}; set a smaller one')
 
     def _when(self, args: TrainingArguments, state: TrainerState) -> str | None:
-        if self.save_strategy == 'steps':
-            return f'every {self.save_steps or state.save_steps} steps'
-        if self.save_strategy == 'epoch':
+        if self.options.save_strategy == 'steps':
+            return f'every {self.options.save_steps or state.save_steps} steps'
+        if self.options.save_strategy == 'epoch':
             return 'every epoch'
-        if self.save_strategy == 'no' or args.save_strategy == 'no':
+        if self.options.save_strategy == 'no' or args.save_strategy == 'no':
             return None
         return 'whenever Trainer saves'
 

@@ -14,7 +14,6 @@ from xhf_hooks.base_model.tokenizer import load_tokenizer
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
-from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.meta_model.run_config import RunConfig, Unread
 from xhf_hooks.meta_model.trainer_files import folder_of_trainer_files
@@ -80,7 +79,7 @@ def tokenizer_of_run(
     if not hasattr(tokenizer, 'chat_template') or getattr(tokenizer, 'tokenizer', None) is not None:
         return tokenizer, [], notes  # a processor, or for images alone
     try:
-        tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, fields, may_import=False)
+        tokenizer, eos_token_ids, messages = exporter.with_template_of_run(tokenizer, may_import=False)
         return tokenizer, eos_token_ids, [*notes, *messages]
     except OptionError as error:
         return tokenizer, [], [*notes, f'the chat template of training was not written: {error}']

@@ -147,8 +147,9 @@ def _lay_out(
         max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
     split = split_state_dict(
         entry_of,
-        get_storage_size=lambda entry: entry.storage_nbytes,
-        get_storage_id=lambda entry: entry.storage,  # as save_pretrained would see it: views of one storage share it
+        get_storage_size=lambda entry: entry.nbytes,
+        # save_pretrained keeps experts in one file whose memory is shared while it cuts a model. Here nothing is
+        get_storage_id=lambda entry: None,
         filename_pattern=file_set.stem + '{suffix}.safetensors',
         max_shard_size=max_shard_nbytes,
     )

@@ -66,17 +66,6 @@ class FileSet:
         return f'{self.folder}/{name}' if self.folder else name
 
 
-@dataclass(frozen=True, eq=False)
-class SharedStorage:
-    """Memory that several outputs are views of when ``save_pretrained`` cuts a model into files; equal to itself only.
-
-    Attributes:
-        numel: Its elements, which need not all be written.
-    """
-
-    numel: int
-
-
 @dataclass(frozen=True)
 class StoredBytes:
     """Where the bytes of a tensor are stored: ``start`` is their offset in the safetensors file at ``path``.
@@ -98,7 +87,6 @@ class ExportEntry:
     Attributes:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
             source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
-        storage: Outputs with the same storage go into one file, as in ``save_pretrained``; None if no output shares it.
         copied_from: Bytes of the base model's files that are copied as they are; then ``reads`` is empty. None if the
             entry is made of source tensors.
     """
@@ -110,17 +98,11 @@ class ExportEntry:
     combine: Combine | None = None
     file_set: FileSet = FileSet()
     source_offset: int | None = None
-    storage: SharedStorage | None = field(default=None, compare=False)
     copied_from: StoredBytes | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
-
-    @property
-    def storage_nbytes(self) -> int:
-        """Bytes of its storage in the output's dtype."""
-        return self.nbytes if self.storage is None else self.storage.numel * DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -264,9 +246,15 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed save, with what the log reports about it."""
+    """A committed save, with what the log reports about it.
+
+    Attributes:
+        path: Where it is: the target's folder, unless foreign files had that name.
+        target: The name of the target's folder, such as 'hf_model_best'.
+    """
 
     path: Path
+    target: str
     step: Step
     cost: SaveCost
     warnings: tuple[str, ...] = ()

@@ -4,8 +4,8 @@ Saves in the background, uploads and commands of ``on_saved`` log their outcomes
 own threads; so an end only has to wait for them, for up to ``exit_wait_secs``.
 
 =======================================  =============================================================================
-training ends                            :meth:`.CheckpointManager.finish`: all ranks wait for all background tasks
-then; ``close()`` of hook or callback;   :meth:`.CheckpointManager.close`: this rank waits for saves and uploads, ends
+training ends                            :meth:`.Run.finish`: all ranks wait for all background tasks
+then; ``close()`` of hook or callback;   :meth:`.Run.close`: this rank waits for saves and uploads, ends
 the next run of this process             commands, unlocks folders and destroys process groups
 the interpreter exits, whatever ended    :meth:`.BackgroundTasks.close`: this rank waits for saves and uploads, ends
 training (Ctrl-C and sys.exit, too)      commands; before other exit handlers (:class:`.ExitWait`)

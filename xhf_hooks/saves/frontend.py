@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
 
 
 class RunFrontend:
-    """Base of hook and callback: the saves of one run."""
+    """Base of hook and callback: holds the options, and the saves of one run."""
 
-    _saves: CheckpointManager | None = None
+    _saves: Run | None = None
 
     @property
-    def saves(self) -> CheckpointManager:
+    def saves(self) -> Run:
         """The saves of the current run.
 
         Raises:

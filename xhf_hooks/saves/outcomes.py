@@ -52,16 +52,10 @@ class Outcomes:
         with self._logging_errors(step):
             log_save(self._log, committed)
 
-    def call_frontend(self, committed: CommittedCheckpoint, callback: Callable[[], None] | None) -> None:
-        """Call the frontend for a committed save. Runs on: the thread that trains.
-
-        Args:
-            callback: Called first, if it is not None.
-        """
+    def call_frontend(self, committed: CommittedCheckpoint) -> None:
+        """Call the frontend for a committed save. Runs on: the thread that trains."""
         self.has_saved = True
         with self._logging_errors(committed.step):
-            if callback is not None:
-                callback()
             self._on_committed(committed)
 
     def pass_on(self, results: deque[tuple[Step, Mapping[str, float]]]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xhf_hooks.background.upload import Uploads
@@ -12,12 +11,10 @@ from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import table
 from xhf_hooks.system.files import errors_naming
-
-#: Gets the run's tokenizer; returns the one to save, EOS token ids to add, and log messages.
-FinishTokenizer = Callable[[Any | None], tuple[Any | None, Sequence[int], Sequence[str]]]
 
 
 def preflight(
@@ -25,18 +22,14 @@ def preflight(
     targets: Sequence[CheckpointFolder],
     bases: Sequence[str],
     uploads: Uploads | None,
-    *,
-    tokenizer: Any | None,
-    finish_tokenizer: FinishTokenizer | None,
-    sweep: Path | None,
-    may_replace: bool,
+    info: RunInfo,
 ) -> None:
     """Prepare the targets of saves and the tokenizer, and write the HF assets on trial. Runs on: all ranks.
 
     Args:
         targets: Where saves go; the first is the target of the newest save.
         bases: Folders or hub names of the models that training starts from.
-        may_replace: Whether saves may replace saves that were there before training.
+        info: What the frontend knows of the run.
 
     Raises:
         AgreedError: Saves will not work.
@@ -44,8 +37,8 @@ def preflight(
     collective, log = saver.collective, saver.log
     with collective.stage('preflight'):
         if collective.rank == 0:
-            prepare_targets(log, targets, saver.plan.nbytes, bases, sweep=sweep, may_replace=may_replace)
-            _find_tokenizer(saver, tokenizer, finish_tokenizer)
+            prepare_targets(log, targets, saver.plan.nbytes, bases, sweep=info.sweep, may_replace=info.may_replace)
+            _find_tokenizer(saver, info.tokenizer)
             for warning in _write_assets_on_trial(saver, targets[0]):
                 log.warn_before_training(warning)
         if uploads is not None:
@@ -78,15 +71,14 @@ def manifests_of_targets(
     return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
 
 
-def _find_tokenizer(saver: Saver, of_the_run: Any | None, finish: FinishTokenizer | None) -> None:
-    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, saver.planned.exporter)
+def _find_tokenizer(saver: Saver, of_the_run: Any | None) -> None:
+    exporter = saver.preparation.exporter
+    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, exporter)
     for warning in warnings:
         saver.log.warning(warning)
-    if finish is not None:
-        tokenizer, saver.eos_token_ids, messages = finish(tokenizer)
-        for message in messages:
-            saver.log.info(message)
-    saver.tokenizer = tokenizer
+    saver.tokenizer, saver.eos_token_ids, messages = exporter.with_template_of_run(tokenizer)
+    for message in messages:
+        saver.log.info(message)
 
 
 def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
@@ -100,10 +92,10 @@ def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
 
 def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
-    log, plan, exporter = saver.log, saver.plan, saver.planned.exporter
+    log, plan, exporter = saver.log, saver.plan, saver.preparation.exporter
     n_tensors, n_files = len(plan.placements), len(plan.files)
     how = f'{saver.strategy.value} writer{", in the background" if saver.background is not None else ""}; at most '
-    how += f'{saver.planned.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+    how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
         'where': targets[0].path,

@@ -34,7 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.planned import Planned, bucket_nbytes_of, plan_saves
+from xhf_hooks.saves.preparation import Preparation, bucket_nbytes_of, prepare_saves
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source, source_for
@@ -55,7 +55,7 @@ class Saver:
 
     Attributes:
         source: Gives the model's tensors; made again at each save.
-        planned: The plan and what it was made from; made again when the model's tensors or config change.
+        preparation: The plan and what it was made from; made again when the model's tensors or config change.
         background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
@@ -68,7 +68,7 @@ class Saver:
     strategy: WriteStrategy
     after_commit: Callable[[CheckpointFolder, Step, Collective], None]
     source: Source
-    planned: Planned
+    preparation: Preparation
     writer: Writer
     background: SavesInBackground | None
     memory: SnapshotMemory = field(default_factory=SnapshotMemory)
@@ -105,24 +105,22 @@ class Saver:
         """
         with collective.stage('plan'):
             source = source_for(unwrapped.root)
-            planned = plan_saves(
-                unwrapped, source, options, strategy, collective, log, send_shares_of_replicas=in_background
-            )
+            prepared = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
         background = SavesInBackground(Collective.connect()) if in_background else None
         with collective.stage('start threads'):
             pending_nbytes = bucket_nbytes_of(options)  # one bucket waits for the disk while the next one is gathered
             writer = Writer.start(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
-        saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, planned, writer, background)
-        # A run that is never closed ends its thread when it is garbage (see also the end of CheckpointManager.open)
+        saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, prepared, writer, background)
+        # A run that is never closed ends its thread when it is garbage (see also the end of Run.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
 
     @property
     def plan(self) -> SavePlan:
         """The plan of a save."""
-        return self.planned.plan
+        return self.preparation.plan
 
     @property
     def manifest_fields(self) -> dict[str, Any]:
@@ -137,7 +135,7 @@ class Saver:
 
     def write_hf_assets(self, folder: Path) -> list[str]:
         """Write all files except the weights; returns warnings for the log. Runs on: rank 0."""
-        return self.planned.exporter.write_hf_assets(folder, self.tokenizer, self.eos_token_ids)
+        return self.preparation.exporter.write_hf_assets(folder, self.tokenizer, self.eos_token_ids)
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training; returns its bytes on this rank."""
@@ -159,8 +157,7 @@ class Saver:
                 part of the save. None: the save begins now.
 
         Raises:
-            SharedError: A rank failed, in the stage that an AgreedError names, or ranks hold different models; the
-                previous checkpoint is untouched.
+            SharedError: A rank failed, or ranks hold different models. The previous checkpoint is untouched.
         """
         with self.collective.stage('save'):
             save = self._begin(target, step, manifest_fields or {}, call_began)
@@ -232,17 +229,12 @@ class Saver:
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock(call_began)
         self.source = source_for(self.unwrapped.root)
-        warn_of_left_out(self.log, self.planned.exporter, self.unwrapped.root)
-        is_outdated = self.source.specs() != self.planned.specs or self.planned.exporter.is_outdated()
+        warn_of_left_out(self.log, self.preparation.exporter, self.unwrapped.root)
+        is_outdated = self.source.specs() != self.preparation.specs or self.preparation.exporter.is_outdated()
         if self.collective.any(is_outdated, 'plan'):
-            self.planned = plan_saves(
-                self.unwrapped,
-                self.source,
-                self.options,
-                self.strategy,
-                self.collective,
-                self.log,
-                send_shares_of_replicas=self.background is not None,
+            in_background = self.background is not None
+            self.preparation = prepare_saves(
+                self.unwrapped, self.source, self.options, self.strategy, self.collective, self.log, in_background
             )
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()
@@ -353,7 +345,7 @@ class Save:
             target.require_disk_space(saver.plan.nbytes)
             self._warnings += saver.write_hf_assets(staging)
             if saver.options.model_card:
-                write_model_card(staging, saver.planned.exporter.base_model, self._step)
+                write_model_card(staging, saver.preparation.exporter.base_model, self._step)
             return staging.name, saver.writer.create(saver.plan, staging)
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
@@ -391,7 +383,7 @@ class Save:
             tensors = tally.written() if is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
-            committed = CommittedCheckpoint(target.path, self._step, self._cost(), warnings)
+            committed = CommittedCheckpoint(target.path, target.name, self._step, self._cost(), warnings)
         path = target.path
         with self._stage('commit') as is_elsewhere, errors_naming(target.path):
             if is_rank0:

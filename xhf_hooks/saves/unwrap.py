@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +20,14 @@ class Unwrapped:
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
         engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.
-        reward_token_id: The token whose score is the reward, if the run's config names one.
+        run_config: The config of the run, from which exporters read what they need; empty without one.
     """
 
     model: nn.Module
     root: nn.Module
     manifest_fields: dict[str, Any] = field(default_factory=lambda: {'engine': 'torch'})
     engine: Any | None = None
-    reward_token_id: int | None = None
+    run_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:

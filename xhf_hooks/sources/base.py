@@ -66,7 +66,7 @@ class Source:
        has taken part.
 
     Where a spec has ``from_master``, its fp32 master is read. :meth:`specs` never sets it: for ``dtype='float32'``,
-    plan_saves() sets it in the specs that have a master.
+    prepare_saves() sets it in the specs that have a master.
 
     Attributes:
         memory_factor: Approximate memory needed to gather a bucket, as a multiple of its size. For the log.

@@ -1,10 +1,27 @@
-"""Settings of torch and transformers that are changed inside a block."""
+"""Settings of Python, torch and transformers that are changed inside a block."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    """Pause the collector of reference cycles, where very many objects are made and hardly any cycle becomes garbage.
+
+    It looks through new objects whenever there are some hundreds of them, and through older ones now and then. Of the
+    time to plan saves of 45,000 tensors, that was a third.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_internlm2_reward_model(tmp_path):
     from xtuner.model.reward import RewardModel
 
     model = move(RewardModel(llm=internlm2()))
-    save_folder(model, tmp_path / 'hf_model', reward_token_id=REWARD_TOKEN_ID)
+    save_folder(model, tmp_path / 'hf_model', run_config=dict(reward_token_id=REWARD_TOKEN_ID))
     files = {path.name for path in (tmp_path / 'hf_model').iterdir()}
     assert {'configuration_internlm2.py', 'modeling_internlm2.py'} <= files
     to_hf(model, tmp_path / 'expected')

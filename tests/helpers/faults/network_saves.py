@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.helpers.checks.assert_intact import check_all, hidden
 from tests.helpers.faults.numbered import NAME, fill, tiny_model
-from tests.helpers.runs.engines import make_manager
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
 
 WRITERS = ('positional', 'parallel', 'stream')
 #: How to save: a `save_hf` call each time; many saves of one run; the same in the background.
@@ -89,13 +89,13 @@ def call_save(model: nn.Module, way: Way, parent: Path, number: int) -> None:
     save_hf(model, parent / NAME, step=number, writer=way.writer, max_keep_ckpts=way.max_keep, **SIZES)
 
 
-def run_of(model: nn.Module, way: Way, parent: Path) -> CheckpointManager:
+def run_of(model: nn.Module, way: Way, parent: Path) -> Run:
     """A run that is ready to save, set up like a hook does. Runs on: all ranks."""
     own = dict(max_keep_ckpts=way.max_keep, writer=way.writer, async_save=way.door == 'async', on_error='raise')
-    return make_manager(model, parent / NAME, **own, **SIZES)
+    return open_run(model, parent / NAME, **own, **SIZES)
 
 
-def save_in_run(saves: CheckpointManager, model: nn.Module, number: int) -> None:
+def save_in_run(saves: Run, model: nn.Module, number: int) -> None:
     """Make one save of a run; a background save may still be running afterwards. Runs on: all ranks."""
     fill(model, number)
     saves.save(iteration(number))

@@ -19,7 +19,8 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import CommittedCheckpoint
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
@@ -68,20 +69,26 @@ def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
 
 def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
     """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
-    trained = {n: options.pop(n) for n in ('reward_token_id', 'manifest_fields') if n in options}
+    trained = {n: options.pop(n) for n in ('run_config', 'manifest_fields') if n in options}
     strategy = WriteStrategy(options.pop('writer', 'stream'))
     how = dict(strategy=strategy, in_background=options.pop('in_background', False))
     log = RunLog(logging.getLogger('test'), 'saver')
     return Saver.prepare(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
 
 
-def make_manager(
-    model: nn.Module, folder: Path, logger: logging.Logger | None = None, **options: Any
-) -> CheckpointManager:
-    """What makes the saves of a run; ``options`` are ``run``, ``collective``, and RunOptions. Runs on: all ranks."""
-    given = {n: options.pop(n) for n in ('run', 'collective') if n in options}
+def open_run(
+    model: nn.Module,
+    folder: Path,
+    logger: logging.Logger | None = None,
+    *,
+    identity: object | None = None,
+    collective: Collective | None = None,
+    **options: Any,
+) -> Run:
+    """The saves of a run with these RunOptions. Runs on: all ranks."""
+    info = RunInfo(folder, schedule='now', identity=identity)
     log = RunLog(logger or logging.getLogger('test'), 'test')
-    return CheckpointManager.open(unwrap(model), folder, RunOptions(**options), log, when='now', **given)
+    return Run.open(unwrap(model), info, RunOptions(**options), log, collective=collective)
 
 
 def names_read(plan: SavePlan) -> set[str]:

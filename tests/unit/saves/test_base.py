@@ -19,7 +19,8 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
@@ -100,7 +101,7 @@ def test_each_save_has_what_the_base_had_before_training(base, tmp_path, monkeyp
     out = tmp_path / 'out' / 'hf_model'
     if is_run:
         log = RunLog(logging.getLogger('test'), 'test')
-        saves = CheckpointManager.open(unwrap(model), out, RunOptions(), log, when='now')
+        saves = Run.open(unwrap(model), RunInfo(out, schedule='now'), RunOptions(), log)
         change(base, monkeypatch)
         saves.save(iteration(1))
         model.config.bos_token_id = 2  # so that the next save is planned again

@@ -24,26 +24,27 @@ from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
-from xhf_hooks.saves.manager import CheckpointManager
+from xhf_hooks.saves.run import Run
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import OutputFile
 
 
-class Run:
+class Frontend:
     """What a frontend holds, and what its callbacks know."""
 
     def __init__(self) -> None:
         self.model, self.results = odd_llama(), []
-        self.saves: list[CheckpointManager] = []
+        self.saves: list[Run] = []
 
-    def begin(self, folder: Path, suffixes: Sequence[str] = (), **options: Any) -> CheckpointManager:
+    def begin(self, folder: Path, suffixes: Sequence[str] = (), **options: Any) -> Run:
         log = RunLog(logging.getLogger('test'), 'test')
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
-        given = dict(when='now', run=self, suffixes=suffixes, on_result=on_result)
-        saves = CheckpointManager.open(unwrap(self.model), folder, options, log, **given)
+        info = RunInfo(folder, schedule='now', identity=self, extra_suffixes=suffixes)
+        saves = Run.open(unwrap(self.model), info, options, log, on_result=on_result)
         self.saves.append(saves)
         return saves
 
@@ -58,7 +59,7 @@ def no_run_before(caplog):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def ended(saves: CheckpointManager) -> CheckpointManager:
+def ended(saves: Run) -> Run:
     saves._saver.background.wait()
     return saves
 
@@ -68,7 +69,7 @@ def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_pa
     def full(*args: Any) -> None:
         raise OSError(28, 'No space left on device')
 
-    saves = Run().begin(tmp_path / 'hf_model', async_save=True, on_error=on_error)
+    saves = Frontend().begin(tmp_path / 'hf_model', async_save=True, on_error=on_error)
     with monkeypatch.context() as disk:
         disk.setattr(OutputFile, 'write', full)
         saves.save(iteration(20))
@@ -92,7 +93,7 @@ def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp
     def full(*args: Any) -> None:
         raise OSError(28, 'No space left on device')
 
-    saves = Run().begin(tmp_path / 'hf_model', async_save=async_save)
+    saves = Frontend().begin(tmp_path / 'hf_model', async_save=async_save)
     for number in (20, 40, 60):
         with monkeypatch.context() as disk:
             if number != 40:
@@ -108,7 +109,7 @@ def test_the_last_save_is_made_again_only_if_it_failed_and_not_the_best_one(fail
     def full(*args: Any) -> None:
         raise OSError(28, 'No space left on device')
 
-    saves = Run().begin(tmp_path / 'hf_model', suffixes=['best'], async_save=True)
+    saves = Frontend().begin(tmp_path / 'hf_model', suffixes=['best'], async_save=True)
     for name, target in (('newest', saves.newest), ('best', saves.extra_targets['best'])):
         with monkeypatch.context() as disk:
             if name == failing:
@@ -131,7 +132,7 @@ def interruptible():
 @pytest.mark.usefixtures('interruptible')
 def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, caplog):
     """It raised, and a notebook still refers to it: Ctrl-C would go to it, and training would go on."""
-    earlier, later = Run(), Run()
+    earlier, later = Frontend(), Frontend()
     earlier.begin(tmp_path / 'one' / 'hf_model', save_on_signal='SIGINT')
     saves = later.begin(tmp_path / 'two' / 'hf_model', save_on_signal='SIGINT')
     assert [*RunRegistration._open] == [saves._registration]
@@ -147,11 +148,11 @@ def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, cap
 @pytest.mark.parametrize('async_save', [True, False])
 def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save, tmp_path, caplog):
     """It goes on in another thread, and the next run has its folder, which it leaves alone."""
-    run, saves, folder = Run(), [], tmp_path / 'hf_model'
+    run, saves, folder = Frontend(), [], tmp_path / 'hf_model'
     thread = threading.Thread(target=lambda: saves.append(run.begin(folder, async_save=async_save, on_error=on_error)))
     thread.start()
     thread.join()
-    later = Run().begin(folder)
+    later = Frontend().begin(folder)
     staging = later.newest.open_staging()
     said = 'this run was closed, by close() or because another run in this process started saving there'
     for act in (lambda: saves[0].save(iteration(1)), lambda: saves[0].finish(iteration(2))):
@@ -171,7 +172,7 @@ def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save,
 
 
 def test_what_is_closed_refuses_work_that_would_be_waited_for(tmp_path):
-    saves = Run().begin(tmp_path / 'hf_model', async_save=True)
+    saves = Frontend().begin(tmp_path / 'hf_model', async_save=True)
     saves.close()
     with pytest.raises(OSError, match='the writer is closed'):
         saves._saver.writer.open(saves._saver.plan, tmp_path, {})
@@ -181,7 +182,7 @@ def test_what_is_closed_refuses_work_that_would_be_waited_for(tmp_path):
 
 def test_runs_that_go_on_stay(tmp_path):
     """Two hooks of one runner, and the run of another thread."""
-    run, other, both = Run(), Run(), [tmp_path / 'one' / 'hf_model', tmp_path / 'two' / 'hf_model']
+    run, other, both = Frontend(), Frontend(), [tmp_path / 'one' / 'hf_model', tmp_path / 'two' / 'hf_model']
     begun, over = threading.Event(), threading.Event()
 
     def train() -> None:
@@ -202,13 +203,13 @@ def test_runs_that_go_on_stay(tmp_path):
         assert assert_whole(folder) == 1
     over.set()
     thread.join()
-    Run().begin(tmp_path / 'next' / 'hf_model')
+    Frontend().begin(tmp_path / 'next' / 'hf_model')
     assert len(RunRegistration._open) == 1
 
 
 def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
     """Each would take it from the other at every save. Other names or URLs are fine, and so is a run after another."""
-    run, url = Run(), (tmp_path / 'store').as_uri()
+    run, url = Frontend(), (tmp_path / 'store').as_uri()
     one = run.begin(tmp_path / 'one' / 'hf_model', upload_to=url)
     with pytest.raises(TargetError, match=f'another hook of this run already saves to {url}/hf_model'):
         run.begin(tmp_path / 'two' / 'hf_model', upload_to=f'{url}/')
@@ -224,7 +225,7 @@ def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp
     monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
     monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
-    saves = Run().begin(tmp_path / 'hf_model', **more)
+    saves = Frontend().begin(tmp_path / 'hf_model', **more)
     uploads = next(task for task in saves._work.tasks.all if task.name == 'uploads')
     uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path, 'run'))
     saves.save(iteration(2))
@@ -237,7 +238,7 @@ def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp
 
 
 def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
-    saves = Run().begin(tmp_path / 'hf_model', save_on_signal='SIGUSR2')
+    saves = Frontend().begin(tmp_path / 'hf_model', save_on_signal='SIGUSR2')
     signal.raise_signal(signal.SIGUSR2)
     saves.close()
     assert 'SIGUSR2: no save was made: training has ended' in caplog.text
@@ -251,7 +252,7 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
         more = {}
     elif 'upload_to' in more:
         more = {'upload_to': (tmp_path / 'stored').as_uri()}
-    run = Run()
+    run = Frontend()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
     ended(run.saves[0])
     run.saves[0]._work.tasks.wait(float('inf'))
@@ -285,7 +286,7 @@ def test_when_training_has_ended_what_saves_have_replaced_is_gone(tmp_path, monk
         deleted.append(path.name.partition('-')[0])
         remove(path)
 
-    saves = Run().begin(tmp_path / 'hf_model', async_save=True)
+    saves = Frontend().begin(tmp_path / 'hf_model', async_save=True)
     saves.save(iteration(1))
     saves.wait_for_background_save()
     monkeypatch.setattr(sibling_folders, 'remove_tree', delete_later)

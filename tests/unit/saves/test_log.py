@@ -16,7 +16,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.places import sibling_folders
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves import manager
+from xhf_hooks.saves import run
 from xhf_hooks.saves.preflight import log_preparations
 from xhf_hooks.saves.telemetry import Progress, RunLog, log_save, show
 
@@ -90,7 +90,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
     saver = SimpleNamespace(
         log=log,
         plan=plan,
-        planned=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
+        preparation=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
         strategy=strategy,
         background=None,
         collective=SimpleNamespace(world_size=world_size),
@@ -105,7 +105,9 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
     cost = SaveCost(1, 1.0, 1.0, 1)
     log.warn_before_training('no tokenizer')
     for number in (1, 2):
-        found = CommittedCheckpoint(Path('hf_model'), Step('iter', number, number), cost, ('no tokenizer', 'NaN'))
+        found = CommittedCheckpoint(
+            Path('hf_model'), 'hf_model', Step('iter', number, number), cost, ('no tokenizer', 'NaN')
+        )
         log_save(log, found)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
     assert warnings == ['Door: no tokenizer', 'Door: NaN', 'Door: NaN']
@@ -114,8 +116,8 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
 def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypatch):
     """What comes before the save, and the deletion of the save that it replaces."""
     caplog.set_level(logging.INFO)
-    chosen, deleted = manager.choose_strategy, sibling_folders.remove_tree
-    monkeypatch.setattr(manager, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
+    chosen, deleted = run.choose_strategy, sibling_folders.remove_tree
+    monkeypatch.setattr(run, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
     monkeypatch.setattr(sibling_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
     for _ in range(2):
         cost = save_hf(llama(), tmp_path / 'hf_model').cost

@@ -1,21 +1,27 @@
 """Models of very many small tensors: calls of a save for each of them are counted, since seconds vary."""
 
+import gc
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.unit.writers.test_tally import plan_of
 from xhf_hooks.collective import Collective
+from xhf_hooks.errors import AgreedError
+from xhf_hooks.exporters import exporter_for
 from xhf_hooks.format.json_text import json_text
 from xhf_hooks.model import module_tensors, modules_in, parameters_of
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Chunk
+from xhf_hooks.saves import preparation
 from xhf_hooks.sources import host_memory
 from xhf_hooks.sources.host_memory import MemoryMeter
 from xhf_hooks.writers.writer import Writer
@@ -53,6 +59,25 @@ def test_few_calls_for_each_tensor(tmp_path):
     (few_calls, n_few), (many_calls, n_many) = calls_of_a_save(2, tmp_path), calls_of_a_save(42, tmp_path)
     assert n_many - n_few == 40 * 9
     assert (many_calls - few_calls) / (n_many - n_few) < MOST_CALLS
+
+
+@pytest.mark.parametrize('is_enabled', [True, False])
+@pytest.mark.parametrize('fails', [True, False])
+def test_planning_pauses_the_garbage_collector(is_enabled, fails, monkeypatch):
+    enabled: list[bool] = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return exporter_for(object() if fails else args[0], *args[1:], **options)
+
+    monkeypatch.setattr(preparation, 'exporter_for', watched)
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(AgreedError) if fails else nullcontext():
+            make_saver(odd_llama(), Collective.connect()).close()
+        assert (enabled, gc.isenabled()) == ([False], is_enabled)
+    finally:
+        gc.enable()
 
 
 def test_small_tensors_go_to_the_thread_that_writes_in_batches(tmp_path, monkeypatch):

@@ -79,16 +79,12 @@ class RewardExporter(LoraExporter):
 
     Args:
         lora: One of LORA_MODES, if there is an adapter. Defaults to None: 'merge', or 'adapter' on a quantized base.
-        reward_token_id: The token whose score is the reward, for classes that use one; an attribute of the model wins.
     """
 
-    options: tuple[str, ...] = ('lora', 'reward_token_id')
+    options: tuple[str, ...] = ('lora',)
 
-    def __init__(
-        self, model: nn.Module, module: str | None, lora: str | None = None, reward_token_id: int | None = None
-    ) -> None:
-        own = vars(model).get('reward_token_id')
-        self._reward_token_id = reward_token_id if own is None else own
+    def __init__(self, model: nn.Module, module: str | None, lora: str | None = None) -> None:
+        self._reward_token_id = vars(model).get('reward_token_id')
         adapted = adapters_in(model).get(BACKBONE)
         if adapted is not None:
             quantized = quantization_of(adapted.get_base_model()) is not None
@@ -115,7 +111,12 @@ class RewardExporter(LoraExporter):
 
 
 class _HeadedExporter(HuggingFaceExporter):
-    """Exports a backbone and its head as one model of :func:`reward_class`."""
+    """Exports a backbone and its head as one model of :func:`reward_class`.
+
+    Args:
+        reward_token_id: The token whose score is the reward, for classes that use one, if the model has it as an
+            attribute; else it is that of the run's config.
+    """
 
     def __init__(
         self, model: nn.Module, path: str, adapters: Mapping[str, PeftModel], reward_token_id: int | None
@@ -151,8 +152,11 @@ class _HeadedExporter(HuggingFaceExporter):
             return config
         if auto_map:
             auto_map.pop('AutoModelForCausalLM', None)
+        of_config = self.run_config.get('reward_token_id')
         if self._reward_token_id is not None:
             config.reward_token_id = self._reward_token_id
+        elif isinstance(of_config, int):
+            config.reward_token_id = of_config
         elif getattr(config, 'reward_token_id', None) is None:
             raise ModelError(
                 f'{self._class.__name__} needs a reward_token_id; set it in the config of the run or of its RewardModel'

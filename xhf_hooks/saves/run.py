@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
 from xhf_hooks.saves.outcomes import Outcomes
-from xhf_hooks.saves.preflight import FinishTokenizer, log_preparations, manifests_of_targets, occasions_of, preflight
+from xhf_hooks.saves.preflight import log_preparations, manifests_of_targets, occasions_of, preflight
+from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.run_registration import RunRegistration, places_of
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog
@@ -36,15 +36,18 @@ from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.versions import require_packages
 
 
-class CheckpointManager:
-    """Checks that saves will work, and makes them. Runs on: all ranks, unless a method says otherwise.
+class Run:
+    """All saves of one run: checks that they will work, and makes them.
+
+    Runs on: all ranks, unless a method says otherwise.
 
     Made by :meth:`open`.
 
     Attributes:
         newest: The target of all saves but the extra ones: the folder of the newest one, with older saves next to it.
         extra_targets: The extra targets by suffix.
-        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the manager.
+        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the run.
+        saving_to: The target of the save in flight in the background; None if there is none.
         saved_at: Iterations done at the last save to ``newest``, also one in flight; None if there is no such save.
     """
 
@@ -67,8 +70,7 @@ class CheckpointManager:
         self._registration = registration
         self._ending = ExitStack()
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
-        self._saving_to: CheckpointFolder | None = None  # in the background
-        self._callback: Callable[[], None] | None = None  # for the save in flight
+        self.saving_to: CheckpointFolder | None = None
         self.saved_at: int | None = None
         self._saved_checksum: int | None = None  # of this rank's weights at the last save
 
@@ -77,37 +79,23 @@ class CheckpointManager:
     def open(
         cls,
         unwrapped: Unwrapped,
-        path: Path,
+        info: RunInfo,
         options: RunOptions | CallOptions,
         log: RunLog,
         *,
-        when: str | None,
-        tokenizer: Any | None = None,
-        finish_tokenizer: FinishTokenizer | None = None,
-        sweep: Path | None = None,
-        may_replace: bool = True,
-        run: object | None = None,
-        suffixes: Sequence[str] = (),
         on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
         on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
-    ) -> CheckpointManager:
+    ) -> Run:
         """Check that saves will work, lock their folders, and start the threads that make them.
 
         Args:
-            path: The folder of the newest save.
-            when: Describes the schedule, for the log; None means no schedule.
-            tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
-            finish_tokenizer: Gives the tokenizer that is saved, made from the run's (:data:`.FinishTokenizer`).
-            sweep: A work_dir from which leftovers of killed runs are removed.
-            may_replace: Whether saves may replace those that are there before the run.
-            run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
-                (:class:`.RunRegistration`); a second hook of the same run does not.
-            suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
+            unwrapped: The trained model (:class:`.Unwrapped`).
+            info: What the frontend knows of the run.
             on_committed: Called with each committed save, in the thread that trains.
             on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
                 command of ``on_saved`` printed for it.
-            collective: Closed with this manager, except that one from :meth:`.Collective.reused` stays open; None
+            collective: Closed with this run, except that one from :meth:`.Collective.reused` stays open; None
                 connects the ranks anew.
 
         Raises:
@@ -115,14 +103,14 @@ class CheckpointManager:
         """
         outcomes = Outcomes(log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result)
         newest = CheckpointFolder(
-            path.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
+            info.folder.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
         )
-        extra_targets = {suffix: newest.extra_target(suffix) for suffix in suffixes}
+        extra_targets = {suffix: newest.extra_target(suffix) for suffix in info.extra_suffixes}
         targets = [newest, *extra_targets.values()]
         work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        registration = RunRegistration(run, places_of(options, targets))
+        registration = RunRegistration(info.identity, places_of(options, targets))
         # Closes runs that were interrupted, such as one in an earlier notebook cell. A run that is still open counts as
         # interrupted if no method of its trainer is being executed
         registration.close_earlier(log)
@@ -145,27 +133,18 @@ class CheckpointManager:
                 ending.callback(target.unlock)
             ending.callback(work.tasks.close)
             work.start_tasks(saver.background, targets, collective)
-            preflight(
-                saver,
-                targets,
-                base_dirs_of(unwrapped.model),
-                work.uploads,
-                tokenizer=tokenizer,
-                finish_tokenizer=finish_tokenizer,
-                sweep=sweep,
-                may_replace=may_replace,
-            )
-            manager = cls(saver, newest, extra_targets, options, outcomes, work, registration)
-            work.handle_exits_and_signals(manager, ending)  # keeps only a weak reference to the manager
+            preflight(saver, targets, base_dirs_of(unwrapped.model), work.uploads, info)
+            run = cls(saver, newest, extra_targets, options, outcomes, work, registration)
+            work.handle_exits_and_signals(run, ending)  # keeps only a weak reference to the run
             with collective.stage('preflight'):
-                log_preparations(saver, targets, occasions_of(options, when, extra_targets))
-            manager._ending = ending.pop_all()
+                log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
+            run._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
-        # no thread, no signal handler and no argument of `finalize` may hold a reference to the manager or the run.
-        # (The registration does, but nothing refers to it except for the manager, and a weak set.)
-        weakref.finalize(manager, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
-        registration.register(manager.close)
-        return manager
+        # no thread, no signal handler and no argument of `finalize` may hold a reference to this object or to
+        # `info.identity`. (The registration does, but nothing refers to it except for this object, and a weak set.)
+        weakref.finalize(run, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
+        registration.register(run.close)
+        return run
 
     @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
     def save(
@@ -173,7 +152,6 @@ class CheckpointManager:
         step: Step,
         target: CheckpointFolder | None = None,
         *,
-        callback: Callable[[], None] | None = None,
         manifest_fields: Mapping[str, Any] | None = None,
         remember_weights: bool = False,
         call_began: float | None = None,
@@ -182,7 +160,6 @@ class CheckpointManager:
 
         Args:
             target: Where it goes; None: to ``newest``.
-            callback: Called in the thread that trains once this save has been committed.
             manifest_fields: Fields of the manifest for this save only.
             remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
             call_began: As in :meth:`.Saver.save`.
@@ -207,7 +184,7 @@ class CheckpointManager:
                 self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
-                    self._saving_to = target
+                    self.saving_to = target
                     self._saving = self._saver.start(target, step, manifest_fields, log_outcome)
                 else:
                     committed = self._saver.save(target, step, manifest_fields, call_began)
@@ -220,10 +197,9 @@ class CheckpointManager:
                 self._work.requests.restart_clock()  # after a failed save, too: the next iteration would fail alike
         if target is self.newest:
             self.saved_at = step.iteration
-        self._callback = callback
         if committed is not None:
             self.outcomes.log_outcome(step, committed, None)
-            self._call_frontend(committed)
+            self.outcomes.call_frontend(committed)
 
     def save_if_requested(self, step: Step, *, vote_now: bool = False, remember_weights: bool = False) -> None:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
@@ -277,11 +253,6 @@ class CheckpointManager:
         if self._work.on_saved is not None:
             self.outcomes.pass_on(self._work.on_saved.results)
 
-    @property
-    def has_pending_callback(self) -> bool:
-        """Whether a save is in flight whose ``callback`` has not been called."""
-        return self._callback is not None
-
     def wait_for_background_save(self) -> None:
         """Wait for the save in flight, if any, and call the frontend. The outcome was logged; it is equal on all ranks.
 
@@ -291,13 +262,12 @@ class CheckpointManager:
         if self._saving is None:
             return
         wait_until(self._saving.done)  # without a limit; signals are handled meanwhile
-        ended = self._saving
-        self._saving = None
+        ended, target = self._saving, self.saving_to
+        self._saving = self.saving_to = None
         try:
-            self._call_frontend(ended.result())
+            self.outcomes.call_frontend(ended.result())
         except XhfError:
-            self._callback = None
-            if self._saving_to is self.newest:
+            if target is self.newest:
                 self.saved_at = None
             if self.outcomes.raises:
                 raise
@@ -396,7 +366,3 @@ class CheckpointManager:
     @property
     def _targets(self) -> list[CheckpointFolder]:
         return [self.newest, *self.extra_targets.values()]
-
-    def _call_frontend(self, committed: CommittedCheckpoint) -> None:
-        callback, self._callback = self._callback, None
-        self.outcomes.call_frontend(committed, callback)

@@ -22,13 +22,14 @@ from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source
 from xhf_hooks.sources.master_fragments import refuse_unnamed_fp32_masters, refuse_unreadable_fp32_masters
 from xhf_hooks.system.files import allow_open_files
+from xhf_hooks.system.library_settings import without_garbage_collector
 
 #: Memory for writing slices: parts on their way to the disk, and a buffer for direct I/O (sources/, writers/).
 _SLICES_NBYTES = 32 * 10**6
 
 
 @dataclass(frozen=True)
-class Planned:
+class Preparation:
     """The plan of a model's saves, and what it was made from.
 
     Attributes:
@@ -47,22 +48,22 @@ def bucket_nbytes_of(options: SaveOptions) -> int:
     return max(1, parse_size(options.bucket_size) // 2)
 
 
-def plan_saves(
+@without_garbage_collector()
+def prepare_saves(
     unwrapped: Unwrapped,
     source: Source,
     options: SaveOptions,
     strategy: WriteStrategy,
     collective: Collective,
     log: RunLog,
-    *,
-    send_shares_of_replicas: bool,
-) -> Planned:
+    in_background: bool,
+) -> Preparation:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
 
     Args:
-        send_shares_of_replicas: As in :func:`.make_plan`. Set it for saves in the background: each rank then copies
-            less while training waits. In the foreground the owner's own replica is cheaper than shares that it
-            receives.
+        in_background: Whether saves are made in the background. Each rank then sends a share of a replica
+            (:func:`.make_plan`), so that it copies less while training waits. In the foreground the owner's own replica
+            is cheaper than shares that it receives.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -76,7 +77,7 @@ def plan_saves(
             options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
-            reward_token_id=unwrapped.reward_token_id,
+            run_config=unwrapped.run_config,
         )
         specs = source.specs()
         entries = exporter.entries(specs, options.dtype)
@@ -102,7 +103,7 @@ def plan_saves(
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            send_shares_of_replicas=send_shares_of_replicas,
+            send_shares_of_replicas=in_background,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
@@ -120,8 +121,8 @@ def plan_saves(
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
         received_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
-        planned = Planned(exporter, specs, plan, extra_nbytes)
-    return planned
+        preparation = Preparation(exporter, specs, plan, extra_nbytes)
+    return preparation
 
 
 def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> None:

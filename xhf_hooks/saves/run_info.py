@@ -1,0 +1,32 @@
+"""What a frontend knows of its run: where saves go, and what they are made from besides the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One run, as its hook, callback or call of ``save_hf`` knows it.
+
+    Attributes:
+        folder: The folder of the newest save.
+        schedule: Describes the schedule, for the log; None means no schedule.
+        tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
+        identity: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
+            (:class:`.RunRegistration`); a second hook of the same run does not.
+        sweep: A work_dir from which leftovers of killed runs are removed.
+        may_replace: Whether saves may replace those that are there before the run.
+        extra_suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
+    """
+
+    folder: Path
+    schedule: str | None
+    tokenizer: Any | None = None
+    identity: object | None = None
+    sweep: Path | None = None
+    may_replace: bool = True
+    extra_suffixes: Sequence[str] = ()
