@@ -482,12 +482,14 @@ class RunOptions(SaveOptions):
         None,
         "URL of an object store, such as 's3://bucket/run' (gs, az, oss and all else that fsspec supports), or of a "
         "storage bucket of the Hub, 'hf://buckets/OWNER/NAME/run'. Each committed save is uploaded in the background, "
-        'under a prefix of its own (``hf_model_iter_500``). ``hf_model.json`` in the store names the newest save.',
+        'under a prefix of the run, such as ``20261127_201530_3f9a1c/hf_model_iter_500``. ``hf_model.json`` beside it '
+        'names the newest save.',
         _store_url,
     )
     upload_keep: int = _option(
         -1,
-        'How many uploaded saves to keep, including the newest and besides those of ``keep_every``. -1 keeps all.',
+        'How many uploaded saves of this run to keep, including the newest and besides those of ``keep_every``. -1 '
+        'keeps all.',
         _at_least(1, -1),
     )
     storage_options: dict[str, Any] | None = _option(

@@ -21,13 +21,13 @@ from mmengine.registry import HOOKS
 from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.converted import assert_same_files
+from tests.helpers.checks.stored import runs_in
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.background import save_on_signal
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
-from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
 N_SIGNALS = 5
@@ -227,6 +227,7 @@ def test_the_clock_of_rank_0_fills_gaps_between_saves_and_some_are_kept_for_good
     log = next(log_dir.glob('*.log')).read_text()
     assert re.findall(r'saved (iter_\d+) to', log) == [f'iter_{number}' for number in (4, 6, 10, 12, 16)]
     assert saves(log_dir) == {'hf_model_iter_6': 6, 'hf_model_iter_10': 10, 'hf_model': 16}
-    pointer = read_pointer(Store((log_dir.parent / 'store').as_uri()), 'hf_model')
+    (stored,) = runs_in((log_dir.parent / 'store').as_uri())
+    pointer = read_pointer(stored, 'hf_model')
     assert pointer.saves == ('hf_model_iter_6', 'hf_model_iter_10', 'hf_model_iter_16')
     assert 'every 6 iterations, 3 minutes after the last save' in log

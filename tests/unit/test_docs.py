@@ -34,7 +34,7 @@ OTHERS = {
     'reload_weights',
 }
 OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
-OTHERS |= {'model_wrapper', 'vis_backends'}
+OTHERS |= {'model_wrapper', 'vis_backends', '--recursive'}
 OTHERS |= {'--add_version', '--callbacks', '--delete', '--exclude', '--external_plugins'}
 OTHERS |= {'--full', '--output_dir', '--private'}
 OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}

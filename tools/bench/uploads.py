@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +44,7 @@ def served(n_uploads: int) -> Iterator[tuple[str, Path]]:
         if dist.get_rank() == 0:
             memory = '/dev/shm' if os.access('/dev/shm', os.W_OK) else None
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
-            prefixes = [f'run{number}/hf_model_iter_1' for number in range(n_uploads)]
+            prefixes = [f'run{number}/run/hf_model_iter_1' for number in range(n_uploads)]
             # The server keeps no MD5 of an object, and would read the object again whenever a client asks about it.
             # Real stores do not, and so neither does this one. It still computes the MD5 of each part, as they do.
             server = stack.enter_context(s3_server('rclone', place, prefixes=prefixes, options=('--etag-hash', '')))
@@ -53,14 +54,15 @@ def served(n_uploads: int) -> Iterator[tuple[str, Path]]:
 
 
 @contextmanager
-def claimed(
+def begun_run(
     saver: Saver, folder: Path, url: str, name: str
 ) -> Iterator[tuple[Callable[[], None], Callable[..., bool]]]:
     """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
     target, collective = CheckpointFolder(folder, 1), Collective.connect()
     saver.save(target, STEP)
     store = {'endpoint_url': url}
-    uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
+    with patch('xhf_hooks.background.upload.run_prefix', lambda timestamp: 'run'):  # as the server was told
+        uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
     uploads.prepare()
 
     def is_over(within_secs: float = 0.0) -> bool:
@@ -86,8 +88,8 @@ def bench_upload(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tel
 
         def one(way: str) -> Figures:
             name = names.pop()
-            uplink, claim = limited_sending(_UPLINK_NBYTES_PER_SEC), claimed(saver, folder, url, name)
-            with uplink as throttle, claim as (begin, is_over):
+            uplink, run = limited_sending(_UPLINK_NBYTES_PER_SEC), begun_run(saver, folder, url, name)
+            with uplink as throttle, run as (begin, is_over):
                 dist.barrier()
                 began, before = time.perf_counter(), throttle.nbytes
                 if way == UPLOAD:
@@ -120,8 +122,8 @@ def bench_training(engine: nn.Module, job: dict[str, Any], folder: Path, tell: T
     with served(job['repeats']) as (url, _):
         training, runs = Training(engine), []
         for number in range(job['repeats']):
-            claim = claimed(saver, folder, url, f'run{number}')
-            with limited_sending(_UPLINK_BESIDE_TRAINING), claim as (begin, is_over):
+            run = begun_run(saver, folder, url, f'run{number}')
+            with limited_sending(_UPLINK_BESIDE_TRAINING), run as (begin, is_over):
                 before, secs = training.run(_LEAST_ITERATIONS)
                 begin()
                 others = time.process_time() - time.thread_time()

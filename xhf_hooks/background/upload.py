@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from xhf_hooks.integrity.manifest import Manifest, parse_manifest
 from xhf_hooks.places.access import all_ranks_see
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub_bucket import is_bucket_url
-from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, send_file
+from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, run_prefix, send_file
 from xhf_hooks.planning.types import Step
 
 #: Seconds between two requests to the store for what other ranks have done.
@@ -33,12 +34,10 @@ class UploadJob(SaveJob):
     Attributes:
         number: Number of the save, the same on all ranks; later saves have larger numbers.
         folder: Holds its files until everything is uploaded.
-        run: The id of the run in the pointer, by which other ranks than rank 0 find the save in the store.
     """
 
     number: int
     folder: Path
-    run: str
 
 
 class Uploads(EachSave[UploadJob]):
@@ -82,14 +81,9 @@ class Uploads(EachSave[UploadJob]):
         """
         for number, destination in enumerate(self._destinations.values()):
             if self._rank == 0:
-                destination.claim()
+                destination.create()
             elif number == 0 and self._rank < self._n_ranks:
                 destination.store.require_writable()
-
-    def newest(self, name: str) -> tuple[bytes | None, str]:
-        """Manifest and URL of the newest save of that name there, if any. Runs on: rank 0."""
-        destination = self._destinations[name]
-        return destination.newest_manifest(), f'{destination.url}/{name}'
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save.
@@ -99,21 +93,20 @@ class Uploads(EachSave[UploadJob]):
         """
         with contextlib.ExitStack() as undo:
 
-            def offer() -> tuple[str, str] | None:
+            def offer() -> str | None:
                 pinned = self.pin(target, step)
                 if pinned is None:
                     return None
                 undo.callback(pinned.unpin)
-                return pinned.path.name, self._destinations[target.name].run
+                return pinned.path.name
 
-            offered = collective.from_rank0('upload', offer)
+            name = collective.from_rank0('upload', offer)
             release = undo.pop_all().close  # on other ranks than rank 0, there is nothing to release
         self._number += 1
-        if offered is not None and self._rank < self._n_ranks:
-            name, run = offered
+        if name is not None and self._rank < self._n_ranks:
             folder = target.path.with_name(name)  # other hosts may mount it elsewhere
             # Only rank 0 skips saves for newer ones; other ranks learn from the pointer which save it has begun
-            self.add(UploadJob(target.name, step, release, self._number, folder, run), replaces=self._rank == 0)
+            self.add(UploadJob(target.name, step, release, self._number, folder), replaces=self._rank == 0)
 
     def process(self, job: UploadJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
@@ -183,9 +176,9 @@ class Uploads(EachSave[UploadJob]):
 
         A later one may be of another folder, such as that of the best save, which has a pointer of its own.
         """
-        for name, each in {each.name: each for each in [job, *self._waiting]}.items():
+        for name in {each.name: None for each in [job, *self._waiting]}:
             pointer = read_pointer(self._destinations[name].store, name)
-            if pointer is not None and pointer.run == each.run and pointer.number >= job.number:
+            if pointer is not None and pointer.number >= job.number:
                 return pointer
         return None
 
@@ -219,6 +212,7 @@ def start_uploads(
     collective: Collective,
     log: LoggerAdapter,
     *,
+    timestamp: str | None = None,
     keep_every: int | None = None,
 ) -> Uploads:
     """Start the thread of the uploads to a URL. Runs on: all ranks.
@@ -226,11 +220,13 @@ def start_uploads(
     Args:
         max_keep: How many uploaded saves to keep of those that are not the best.
         finals: The folders of saves; the first is that of the newest save.
+        timestamp: As in :func:`.run_prefix`.
         keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
         AgreedError: Rank 0 cannot write into the folder.
     """
+    url = f'{url}/{collective.from_rank0("preflight", partial(run_prefix, timestamp))}'
     newest, *extra = (final.name for final in finals)
     destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
     destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}

@@ -83,6 +83,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             schedule=None if self._schedule.interval <= 0 else str(self._schedule),
             tokenizer=runner.cfg.get('tokenizer'),
             identity=runner,
+            timestamp=runner.timestamp,
             sweep=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,

@@ -63,13 +63,18 @@ class BackgroundWork:
         self._exit_wait: ExitWait | None = None
 
     def start_tasks(
-        self, saves: SavesInBackground | None, targets: Sequence[CheckpointFolder], collective: Collective
+        self,
+        saves: SavesInBackground | None,
+        targets: Sequence[CheckpointFolder],
+        collective: Collective,
+        timestamp: str | None,
     ) -> None:
         """Start the threads of the background tasks.
 
         Args:
             saves: Makes the saves in the background, if they are made there.
             targets: The folders of saves; the first is that of the newest save.
+            timestamp: When the run began, for the name of its uploads; None: it begins now.
 
         Raises:
             AgreedError: An upload or a command cannot work.
@@ -88,6 +93,7 @@ class BackgroundWork:
                 paths,
                 collective,
                 self._log,
+                timestamp=timestamp,
                 keep_every=options.keep_every,
             )
             self.tasks.all.append(self.uploads)

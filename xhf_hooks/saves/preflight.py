@@ -49,25 +49,16 @@ def preflight(
         log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')
 
 
-def manifests_of_targets(
-    targets: Mapping[str, CheckpointFolder], uploads: Uploads | None
-) -> list[tuple[bytes, str, str]]:
-    """Manifests of the saves that are in these targets, and in the store, before training. Runs on: rank 0.
+def manifests_of_targets(targets: Mapping[str, CheckpointFolder]) -> list[tuple[bytes, str, str]]:
+    """Manifests of the saves that are in these targets before training. Runs on: rank 0.
 
     Args:
         targets: The targets by suffix.
 
     Returns:
-        The manifest of each save, its folder or URL, and the suffix.
-
-    Raises:
-        StoreError: The store cannot be read.
+        The manifest of each save, its folder, and the suffix.
     """
-    found = []
-    for suffix, target in targets.items():
-        found.append((target.newest_manifest(), str(target.path), suffix))
-        if uploads is not None:
-            found.append((*uploads.newest(target.name), suffix))
+    found = [(target.newest_manifest(), str(target.path), suffix) for suffix, target in targets.items()]
     return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
 
 

@@ -29,7 +29,7 @@ from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
 from xhf_hooks.saves.outcomes import Outcomes
 from xhf_hooks.saves.preflight import log_preparations, manifests_of_targets, occasions_of, preflight
 from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.run_registration import RunRegistration, places_of
+from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import Unwrapped
@@ -110,7 +110,7 @@ class Run:
         work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        registration = RunRegistration(info.identity, places_of(options, targets))
+        registration = RunRegistration(info.identity, {str(target.path) for target in targets})
         # Closes runs that were interrupted, such as one in an earlier notebook cell. A run that is still open counts as
         # interrupted if no method of its trainer is being executed
         registration.close_earlier(log)
@@ -132,7 +132,7 @@ class Run:
             for target in targets:
                 ending.callback(target.unlock)
             ending.callback(work.tasks.close)
-            work.start_tasks(saver.background, targets, collective)
+            work.start_tasks(saver.background, targets, collective, info.timestamp)
             preflight(saver, targets, base_dirs_of(unwrapped.model), work.uploads, info)
             run = cls(saver, newest, extra_targets, options, outcomes, work, registration)
             work.handle_exits_and_signals(run, ending)  # keeps only a weak reference to the run
@@ -346,7 +346,7 @@ class Run:
         Returns:
             As :func:`.manifests_of_targets`.
         """
-        return manifests_of_targets(self.extra_targets, self._work.uploads)
+        return manifests_of_targets(self.extra_targets)
 
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.

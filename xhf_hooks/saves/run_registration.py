@@ -8,19 +8,10 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ClassVar
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.options import CallOptions, RunOptions
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-
-
-def places_of(options: RunOptions | CallOptions, targets: Iterable[CheckpointFolder]) -> set[str]:
-    """The folders and URLs of a run's saves."""
-    folders = [target.path for target in targets]
-    url = options.upload_to
-    return {*map(str, folders), *(f'{url}/{folder.name}' for folder in folders if url is not None)}
 
 
 class RunRegistration:
@@ -33,7 +24,7 @@ class RunRegistration:
     Args:
         run: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted; a second
             hook of the same run does not.
-        places: As from :func:`places_of`: no two runs have one in common.
+        places: The folders of its saves: no two runs have one in common.
 
     Attributes:
         is_closed: Whether :meth:`unregister` was called.
@@ -73,12 +64,12 @@ class RunRegistration:
             elif both and self._run is not None and other._run is not None and not is_another:
                 raise TargetError(
                     f'another hook of this run already saves to {min(both)}: is it listed twice in custom_hooks (or '
-                    f'callbacks)? If both are meant, set out_dir, or upload_to, of one of them'
+                    f'callbacks)? If both are meant, set out_dir of one of them'
                 )
             elif both:
                 raise TargetError(
-                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name, '
-                    f'or upload_to to another URL. If that run was interrupted, call close() of its hook or callback'
+                    f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name. '
+                    f'If that run was interrupted, call close() of its hook or callback'
                 )
 
     @property

@@ -40,7 +40,7 @@ def test_its_arguments_mean_the_same(out_dir):
     from xtuner.engine.hooks import HFCheckpointHook as XTunersHook
 
     theirs, ours = XTunersHook(out_dir), HFCheckpointHook(out_dir)
-    assert theirs.out_dir == out_dir and ours.out_dir == (out_dir and Path(out_dir))
+    assert theirs.out_dir == out_dir and ours.options.out_dir == (out_dir and Path(out_dir))
     assert ours.priority == theirs.priority
     for name, parameter in list(inspect.signature(XTunersHook).parameters.items()):
         same = inspect.signature(HFCheckpointHook).parameters[name]

@@ -56,7 +56,7 @@ class Ranks:
         kept = folder.pin()
         for rank, uploads in enumerate(self.ranks):
             release = kept.unpin if rank == 0 else lambda: None
-            job = UploadJob(name, iteration(number), release, number, kept.path, self.destinations[name].run)
+            job = UploadJob(name, iteration(number), release, number, kept.path)
             uploads.add(job, replaces=rank == 0)
 
     def newest(self, name: str = 'hf_model') -> str | None:

@@ -9,12 +9,12 @@ from transformers.integrations import integration_utils
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.checks.stored import runs_in
 from tests.helpers.runs import frontends as doors
 from xhf_hooks import HFCheckpointCallback
 from xhf_hooks.background import save_on_signal
 from xhf_hooks.errors import XhfError
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
 
 
@@ -137,7 +137,8 @@ def test_each_trial_of_a_search_has_a_folder(tmp_path, monkeypatch, is_named, ha
     for number in range(3):
         name = f'lr-{number}' if is_named else f'run-{number}'
         assert_same_folder_tensors(folder.parent / name / folder.name, tmp_path / 'theirs' / str(number))
-        assert read_pointer(Store(f'{url}/{name}'), folder.name).newest == f'{folder.name}_iter_4'
+        (stored,) = runs_in(f'{url}/{name}')
+        assert read_pointer(stored, folder.name).newest == f'{folder.name}_iter_4'
     assert not folder.exists()
 
 

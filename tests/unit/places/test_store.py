@@ -1,8 +1,9 @@
-"""Saves in a store: the pointer names whole ones, one run goes on, and only what is ours is deleted."""
+"""Saves in a store: the pointer names whole ones, and only what is ours is deleted."""
 
 import asyncio
 import json
 import random
+import re
 import uuid
 
 import fsspec
@@ -11,13 +12,14 @@ import pytest
 import torch
 from fsspec.asyn import AsyncFileSystem
 
+from tests.helpers.checks.stored import folders_in, keys_in
 from tests.unit.places.conftest import publish, upload
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
-from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, send_file
+from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, run_prefix, send_file
 
 LOST = 'model-00002-of-00003.safetensors'
 FILES = {
@@ -45,21 +47,13 @@ def local(tmp_path):
 def saves(url):
     made = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
     made.said = said
-    made.claim()
+    made.create()
     yield made
     made.clean_at_end()
 
 
 def newest(url: str) -> str | None:
     return read_pointer(Store(url), 'hf_model').newest
-
-
-def keys(store: Store) -> set[str]:
-    return {path[len(store._root) + 1 :] for path in store._fs.find(store._root)}
-
-
-def prefixes(store: Store) -> set[str]:
-    return {key.partition('/')[0] for key in keys(store) if '/' in key}
 
 
 def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
@@ -71,20 +65,19 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
         if number == 2:
             store.put('hf_model_iter_2/eval_results.json', b'of somebody else')
             store.put('notes.txt', b'of somebody else')
-    assert prefixes(store) == {f'hf_model_iter_{number}' for number in (2, 3, 4)} and 'notes.txt' in keys(store)
+    assert folders_in(store) == {f'hf_model_iter_{number}' for number in (2, 3, 4)} and 'notes.txt' in keys_in(store)
     assert store.sizes('hf_model_iter_2') == {'eval_results.json': 16}
     assert len(saves.said) == 1 and 'eval_results.json' in saves.said[0]
 
 
 def test_the_first_save_of_every_three_iterations_stays(local, url):
-    """Also where several runs have uploaded, and where the newest is one of them."""
-    for numbers in ((1, 2, 4, 5), (5, 7, 8, 9)):
-        saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
-        saves.claim()
-        for number in numbers:
-            publish(saves, local, number)
-        saves.clean_at_end()
-    assert prefixes(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
+    """Also where the newest is one of them."""
+    saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
+    saves.create()
+    for number in (1, 2, 4, 5, 7, 8, 9):
+        publish(saves, local, number)
+    saves.clean_at_end()
+    assert folders_in(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
     assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
 
 
@@ -92,7 +85,7 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     """Where the store has folders. What somebody else put there stays, in its folder."""
     root = tmp_path / 'store'
     saves = StoredSaves(root.as_uri(), 'hf_model', 1, warn=[].append)
-    saves.claim()
+    saves.create()
     for number in (1, 2, 3):
         publish(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
@@ -126,15 +119,18 @@ class Flaky:
         raise ConnectionError('away')
 
 
-def test_a_prefix_in_use_is_not_used_again(saves, local, url):
-    Store(url).put('hf_model_iter_1/model.safetensors', b'of somebody else')
+def test_a_step_that_is_saved_again_gets_another_name(saves, local, url):
+    publish(saves, local, 1)
     publish(saves, local, 1)
     assert newest(url) == 'hf_model_iter_1_2'
-    again = StoredSaves(url, 'hf_model', 2)
-    again.claim()
-    publish(again, local, 1)
-    assert newest(url) == 'hf_model_iter_1_3'
-    again.clean_at_end()
+    assert folders_in(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_1_2'}
+
+
+def test_runs_have_prefixes_of_their_own(monkeypatch):
+    """Also those that begin in the same second, as a scheduler starts them."""
+    prefixes = {run_prefix(None) for _ in range(20)}
+    assert len(prefixes) == 20 and all(re.fullmatch(r'\d{8}_\d{6}_[0-9a-f]{6}', prefix) for prefix in prefixes)
+    assert re.fullmatch(r'20261127_201530_[0-9a-f]{6}', run_prefix('20261127_201530'))
 
 
 @pytest.mark.parametrize('fault', ['missing', 'short'])
@@ -148,14 +144,14 @@ def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
         saves.publish(*written)
     assert newest(url) == 'hf_model_iter_1'
     publish(saves, local, 3)
-    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
+    assert folders_in(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
 def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
-    assert keys(Store(url)) == {'hf_model.run'}
+    assert keys_in(Store(url)) == {'hf_model.json'}
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -177,10 +173,10 @@ def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arriv
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
     assert {*Store(url).sizes(newest(url))} == FILES
     publish(saves, local, 3)
-    assert prefixes(Store(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
+    assert folders_in(Store(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
 
-def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local, url, monkeypatch):
+def test_what_was_not_published_is_deleted_at_the_end_and_nothing_else_is_read(saves, local, url, monkeypatch):
     publish(saves, local, 1)
     upload(saves, local, 2)
     for number in range(10):
@@ -192,15 +188,23 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else_is_read(saves, local
         return ask(self, what, key, *args, **more)
 
     monkeypatch.setattr(Store, '_ask', note)
-    later = StoredSaves(url, 'hf_model', 2)
-    later.claim()
-    later.clean_at_end()
-    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_2', 'others'}, 'the killed run may be alive'
-    later.claim()
-    publish(later, local, 3)
-    assert prefixes(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3', 'others'}
+    saves.clean_at_end()
+    assert folders_in(Store(url)) == {'hf_model_iter_1', 'others'}
+    assert read_pointer(Store(url), 'hf_model').writing is None
     assert not any('others' in key for key in asked) and '' not in asked
-    later.clean_at_end()
+
+
+def test_what_could_not_be_deleted_is_deleted_with_the_next_save(saves, local, url, monkeypatch):
+    delete = Store.delete
+    for number in (1, 2):
+        publish(saves, local, number)
+    with monkeypatch.context() as away:
+        away.setattr(Store, 'delete', lambda self, keys: (_ for _ in ()).throw(StoreError('away')))
+        publish(saves, local, 3)
+    assert saves.said == ['the save is complete, but older objects were not all deleted: away']
+    assert 'hf_model_iter_1' in folders_in(Store(url)) and Store.delete is delete
+    publish(saves, local, 4)
+    assert folders_in(Store(url)) == {'hf_model_iter_3', 'hf_model_iter_4'}
 
 
 def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
@@ -210,20 +214,15 @@ def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
     assert newest(url) == 'hf_model_iter_2'
 
 
-POINTERS = [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}]
-CLAIMS = [b'echo a script', b'{}', b'5']
-
-
-@pytest.mark.parametrize(
-    ('key', 'content'), [*(('hf_model.json', c) for c in POINTERS), *(('hf_model.run', c) for c in CLAIMS)]
-)
-def test_a_foreign_pointer_or_claim_is_refused_and_stays(saves, local, url, key, content):
+@pytest.mark.parametrize('content', [b'', b'{}', b'[]', {'saves': ['../other']}, {'newest': 'hf_model_iter_x'}])
+def test_a_foreign_pointer_is_refused_and_stays(saves, local, url, content):
     publish(saves, local, 1)
+    key = pointer_key('hf_model')
     if isinstance(content, dict):
         content = json.dumps({**json.loads(Store(url).get(key)), **content}).encode()
     Store(url).put(key, content)
     with pytest.raises(StoreError, match=f'{key}: not written by this package'):
-        StoredSaves(url, 'hf_model', 1).claim()
+        saves.begin('iter_2', [])
     assert Store(url).get(key) == content
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.stored import runs_in
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
@@ -24,6 +25,7 @@ from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
+from xhf_hooks.places.store import read_pointer
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.run_registration import RunRegistration
@@ -207,16 +209,13 @@ def test_runs_that_go_on_stay(tmp_path):
     assert len(RunRegistration._open) == 1
 
 
-def test_two_hooks_that_upload_to_the_same_place_are_refused(tmp_path):
-    """Each would take it from the other at every save. Other names or URLs are fine, and so is a run after another."""
+def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path):
     run, url = Frontend(), (tmp_path / 'store').as_uri()
-    one = run.begin(tmp_path / 'one' / 'hf_model', upload_to=url)
-    with pytest.raises(TargetError, match=f'another hook of this run already saves to {url}/hf_model'):
-        run.begin(tmp_path / 'two' / 'hf_model', upload_to=f'{url}/')
-    for folder, elsewhere in ((tmp_path / 'two' / 'merged', url), (tmp_path / 'two' / 'hf_model', f'{url}/two')):
-        run.begin(folder, upload_to=elsewhere).close()
-    one.close()
-    run.begin(tmp_path / 'two' / 'hf_model', upload_to=url)
+    for number, name in enumerate(('one', 'two'), 1):
+        run.begin(tmp_path / name / 'hf_model', upload_to=url).save(iteration(number))
+    for saves in run.saves:
+        saves.close()
+    assert {read_pointer(store, 'hf_model').newest for store in runs_in(url)} == {'hf_model_iter_1', 'hf_model_iter_2'}
 
 
 @pytest.mark.parametrize('exit_wait_secs', [0, 0.2])
@@ -227,7 +226,7 @@ def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Frontend().begin(tmp_path / 'hf_model', **more)
     uploads = next(task for task in saves._work.tasks.all if task.name == 'uploads')
-    uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path, 'run'))
+    uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path))
     saves.save(iteration(2))
     for _ in range(2):
         saves._work.tasks.wait_before_exit()
