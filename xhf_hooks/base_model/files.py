@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
 
@@ -46,7 +47,7 @@ MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_te
 #: Files whose field ``auto_map`` may name code.
 _WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
 #: Endings of files that code does not read from its own folder: they are not copied with it, even if it names them.
-_NOT_READ_BY_CODE = ('.safetensors', '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
+_NOT_READ_BY_CODE = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
 #: Files that show that a folder holds a model.
 _CONFIGS = ('config.json', 'adapter_config.json')
 

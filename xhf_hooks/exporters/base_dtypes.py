@@ -11,7 +11,7 @@ from pathlib import Path
 from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import OptionError
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
-from xhf_hooks.format.index import weight_files
+from xhf_hooks.format.index import WEIGHTS_NAME, weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.planning.types import ExportEntry
 
@@ -82,7 +82,7 @@ def _files(base_model: LocatedBase) -> list[Path]:
     files = [] if folder is None else weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        name = missing[0] if missing else 'model.safetensors'
+        name = missing[0] if missing else WEIGHTS_NAME
         raise _cannot_tell(f'the base model {base_model.name!r} has no {name} on this machine')
     return files
 

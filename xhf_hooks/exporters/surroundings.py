@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.exporters.base import unchanged_entries
+from xhf_hooks.format.index import WEIGHTS_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class, names_by_identity, without_wrappers
@@ -20,8 +21,7 @@ from xhf_hooks.planning.types import ExportEntry, FileSet, TensorSpec
 from xhf_hooks.system.library_settings import quiet
 
 #: How the names of files with weights end.
-WEIGHTS = ('.safetensors', '.bin', '.pt', '.pth', '.index.json')
-_SAFETENSORS = '.safetensors'
+WEIGHTS = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.index.json')
 #: The number that stands in place of a tensor.
 _NUMBER_DTYPE, _NUMBER_NBYTES = 'I64', 8
 
@@ -59,14 +59,14 @@ def entries_around(
     names = [(spec.name, *spec.aliases) for spec in specs]
     for file, numbers in _written_around(whole, path, names).tensors.items():
         folder, _, name = file.rpartition('/')
-        files = FileSet(folder, name.removesuffix(_SAFETENSORS), may_split=False)
+        files = FileSet(folder, name.removesuffix(WEIGHTS_SUFFIX), may_split=False)
         entries += unchanged_entries({name: specs[number] for name, number in numbers.items()}, dtype, files)
     return entries
 
 
 def files_of(entries: Sequence[ExportEntry]) -> set[str]:
     """The paths of the files of :func:`entries_around`."""
-    return {entry.file_set.path(entry.file_set.stem + _SAFETENSORS) for entry in entries}
+    return {entry.file_set.path(entry.file_set.stem + WEIGHTS_SUFFIX) for entry in entries}
 
 
 def write_what_surrounds(folder: Path, whole: nn.Module | None, path: str, planned: Collection[str]) -> list[str]:
@@ -120,12 +120,12 @@ def _written_around(whole: nn.Module, path: str, names: Sequence[Sequence[str]])
         with quiet(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as temporary:
             trial.save_pretrained(temporary, **{name: value for name, value in options.items() if name in known})
             files = read_files(Path(temporary))
-            stored = [name for name in files if name.endswith(_SAFETENSORS)]
+            stored = [name for name in files if name.endswith(WEIGHTS_SUFFIX)]
             found = {name: _numbers_in(Path(temporary, name), len(names)) for name in stored}
     except Exception as error:  # of any type, from the model's own code
         return _Written(error=error_text(error))
     # The exported model itself is in model.safetensors of the main folder
-    tensors = {name: numbered for name, numbered in found.items() if numbered and name != f'model{_SAFETENSORS}'}
+    tensors = {name: numbered for name, numbered in found.items() if numbered and name != WEIGHTS_NAME}
     unknown = [name for name in files if name.endswith(WEIGHTS) and name not in tensors]
     return _Written({n: data for n, data in files.items() if not n.endswith(WEIGHTS)}, tensors, unknown)
 

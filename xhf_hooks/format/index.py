@@ -1,7 +1,8 @@
-"""The JSON files next to weights: the index of weights in several files, and the name of this package's manifest."""
+"""What the files of weights are called, their index, and the name of this package's manifest."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 
 MANIFEST_NAME = 'xhf_manifest.json'
-INDEX_SUFFIX = '.safetensors.index.json'
+WEIGHTS_SUFFIX = '.safetensors'
+INDEX_SUFFIX = f'{WEIGHTS_SUFFIX}.index.json'
+#: All weights of a model, and of an adapter, in one file.
+WEIGHTS_NAME = f'model{WEIGHTS_SUFFIX}'
+ADAPTER_WEIGHTS_NAME = f'adapter_model{WEIGHTS_SUFFIX}'
+#: One of several files, as ``save_pretrained`` names them.
+SHARD_NAME = re.compile(rf'(?P<stem>.+)-(?P<number>\d{{5}})-of-(?P<total>\d{{5}}){re.escape(WEIGHTS_SUFFIX)}', re.ASCII)
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
@@ -33,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         DamagedError: The index is malformed.
     """
-    whole, index = folder / 'model.safetensors', folder / f'model{INDEX_SUFFIX}'
+    whole, index = folder / WEIGHTS_NAME, folder / f'model{INDEX_SUFFIX}'
     if whole.is_file():
         return [whole]
     if not index.is_file():

@@ -10,9 +10,8 @@ from mmengine.hooks import EMAHook, Hook
 from xhf_hooks.errors import OptionError
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import Unwrapped
-from xhf_hooks.sources import Fsdp1Source, Fsdp2Source, Zero3Source, source_for
+from xhf_hooks.sources import source_for
 
-_ENGINES = {Zero3Source: 'ZeRO-3', Fsdp1Source: 'FSDP', Fsdp2Source: 'FSDP'}
 _OR_LIVE = 'or set ema=False to save the live weights'
 
 
@@ -43,13 +42,13 @@ def choose_weights(unwrapped: Unwrapped, hooks: Sequence[Hook], own: Hook, *, em
         return unwrapped
     if len(averaging) > 1:
         raise OptionError('ema', f'one EMAHook in the run, {_OR_LIVE}', f'{len(averaging)} of them')
-    engine = _ENGINES.get(type(source_for(unwrapped.root)))
-    if engine is not None:
+    partitioned_by = source_for(unwrapped.root).partitioned_by
+    if partitioned_by is not None:
         raise OptionError(
             'ema',
             f'unpartitioned parameters, as in DDP and at ZeRO-0 to 2, since EMAHook copies partitioned ones as empty '
             f'tensors; remove EMAHook, {_OR_LIVE}',
-            f'parameters partitioned by {engine}',
+            f'parameters partitioned by {partitioned_by}',
         )
     averaged = averaging[0].ema_model
     log.info(f'saving the weights averaged by EMAHook ({type(averaged).__name__})')

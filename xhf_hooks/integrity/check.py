@@ -11,14 +11,13 @@ from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError
 from xhf_hooks.format import checksum
-from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME, read_index
+from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME, SHARD_NAME, WEIGHTS_NAME, WEIGHTS_SUFFIX, read_index
 from xhf_hooks.format.safetensors import Header, read_header
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.integrity.checksums import sum_file
 from xhf_hooks.integrity.manifest import FileRecord, Manifest
 from xhf_hooks.system.threads import WorkerThreads, default_workers
 
-WEIGHTS_SUFFIX = '.safetensors'
 #: Kinds of findings, in the order of the report: problems last, where a terminal shows them.
 OK = 'ok'
 NOTE = 'note'
@@ -27,7 +26,6 @@ PROBLEM = 'problem'
 _ORDER = [OK, NOTE, UNCHECKED, PROBLEM]
 #: Files that loaders may read: one that was added after the save may change what is loaded.
 _READ_BY_LOADERS = re.compile(r'.+\.(json|safetensors|model|jinja|txt|bin|pt|pth|h5|msgpack|gguf|py)')
-_SHARD = re.compile(r'.+-\d{5}-of-\d{5}\.safetensors')
 
 
 def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> None:
@@ -214,9 +212,9 @@ class FolderCheck:
                     indexed |= self._check_index(prefix, name, files)
                 except DamagedError as error:
                     self.add(PROBLEM, 'index', str(error))
-        shards = {name for name in files if _SHARD.fullmatch(name)}
+        shards = {name for name in files if SHARD_NAME.fullmatch(name)}
         self._tell_names('shards that no index names', [prefix + name for name in shards - indexed])
-        if indexed and 'model.safetensors' in files - indexed:
+        if indexed and WEIGHTS_NAME in files - indexed:
             self.add(PROBLEM, 'index', f'{prefix}model.safetensors beside shards; loaders read only one of them')
 
     def _check_index(self, prefix: str, name: str, files: set[str]) -> set[str]:

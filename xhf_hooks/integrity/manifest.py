@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.checksum import combine, crc32, from_hex, to_hex
-from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.json_text import json_text
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import Step, WrittenTensor
@@ -181,7 +181,7 @@ def _file(name: str, found: Any) -> FileRecord:
     if not name or '\0' in name or path.is_absolute() or '..' in path.parts or str(path) != name or name == '.':
         raise ValueError(f'file {name!r}: not a path inside the folder')
     tensors = {}
-    if name.endswith('.safetensors'):
+    if name.endswith(WEIGHTS_SUFFIX):
         for tensor, known in found['tensors'].items():
             tensors[tensor] = TensorRecord(
                 from_hex(known['crc32']), _count(known['non_finite']), known.get('copied_from_base') is True

@@ -8,13 +8,12 @@ from pathlib import Path
 from torch import nn
 
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
-from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME
 from xhf_hooks.meta_model.frozen import frozen_in
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 ADAPTER_CONFIG = 'adapter_config.json'
-_ADAPTER_WEIGHTS = 'adapter_model.safetensors'
 
 
 def folder_of_trainer_files(found: FoundCheckpoint, *names: str) -> Path | None:
@@ -47,8 +46,8 @@ def _first_with(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
 
 def adapter_of_trainer(found: FoundCheckpoint) -> dict[str, StoredTensor]:
     """The tensors of peft's file that Trainer puts beside its checkpoint; none if there is no such file."""
-    folder = folder_of_trainer_files(found, _ADAPTER_WEIGHTS)
-    return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / _ADAPTER_WEIGHTS)}
+    folder = folder_of_trainer_files(found, ADAPTER_WEIGHTS_NAME)
+    return {} if folder is None else {tensor.name: tensor for tensor in tensors_of(folder / ADAPTER_WEIGHTS_NAME)}
 
 
 def frozen_only(

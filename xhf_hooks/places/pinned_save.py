@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import file_size_and_crc32
-from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.places.file_system import clone, new_name
 from xhf_hooks.places.sibling_folders import SiblingFolders
@@ -73,7 +73,7 @@ def pin_save(folder: Path, siblings: SiblingFolders) -> PinnedSave:
         for name in (*manifest.files, MANIFEST_NAME):  # in this order: with a manifest it is complete
             source, to = folder / name, pinned.path / name
             to.parent.mkdir(parents=True, exist_ok=True)
-            if name.endswith('.safetensors'):
+            if name.endswith(WEIGHTS_SUFFIX):
                 if clone(source, to):
                     continue
                 with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
-from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import some
 from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_undamaged_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
@@ -218,5 +218,5 @@ def _is_saved(path: Path, saved: FileRecord | None) -> bool:
     if saved is None or path.is_symlink() or path.stat().st_size != saved.nbytes:
         return False
     with contextlib.suppress(OSError):
-        return path.suffix == '.safetensors' or crc32(path.read_bytes()) == saved.crc32
+        return path.suffix == WEIGHTS_SUFFIX or crc32(path.read_bytes()) == saved.crc32
     return False

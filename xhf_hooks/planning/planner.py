@@ -16,6 +16,7 @@ from typing import Any
 
 from xhf_hooks.compat.huggingface_hub import split_state_dict
 from xhf_hooks.errors import PlanError
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.plan import PlannedFile, SavePlan
 from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
@@ -150,7 +151,7 @@ def _lay_out(
         get_storage_size=lambda entry: entry.nbytes,
         # save_pretrained keeps experts in one file whose memory is shared while it cuts a model. Here nothing is
         get_storage_id=lambda entry: None,
-        filename_pattern=file_set.stem + '{suffix}.safetensors',
+        filename_pattern=file_set.stem + '{suffix}' + WEIGHTS_SUFFIX,
         max_shard_size=max_shard_nbytes,
     )
     files, placements = [], []

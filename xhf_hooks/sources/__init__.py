@@ -8,9 +8,10 @@ from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.fsdp import Fsdp1Source, Fsdp2Source
 from xhf_hooks.sources.parallelism import AutoTpSource, refuse_other_parallelism
+from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 from xhf_hooks.sources.zero3 import Zero3Source
 
-__all__ = ['AutoTpSource', 'Fsdp1Source', 'Fsdp2Source', 'Source', 'Zero3Source', 'source_for']
+__all__ = ['AutoTpSource', 'Fsdp1Source', 'Fsdp2Source', 'Source', 'WholeTensorsSource', 'Zero3Source', 'source_for']
 
 
 def source_for(model: nn.Module) -> Source:

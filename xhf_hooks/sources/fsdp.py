@@ -20,7 +20,8 @@ from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalElements, Source
+from xhf_hooks.sources.base import LocalElements
+from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 
 @SOURCES.register_module()
-class Fsdp2Source(Source):
+class Fsdp2Source(WholeTensorsSource):
     """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another dimension.
 
     Gathers one DTensor at a time. Parameters that a forward pass without a backward pass has left gathered are freed
     first; training gathers them again.
     """
 
+    partitioned_by = 'FSDP'
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,7 +98,7 @@ class Fsdp2Source(Source):
 
 
 @SOURCES.register_module()
-class Fsdp1Source(Source):
+class Fsdp1Source(WholeTensorsSource):
     """Every FSDP module has one flat parameter; each rank holds consecutive elements of it.
 
     Gathers one flat parameter at a time with ``summon_full_params``. ``FlatParameter`` records where each parameter
@@ -107,6 +109,7 @@ class Fsdp1Source(Source):
         ModelError: ``use_orig_params`` is False.
     """
 
+    partitioned_by = 'FSDP'
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:

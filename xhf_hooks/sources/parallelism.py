@@ -20,7 +20,7 @@ from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 #: The layers that gather what they split. The ones for Conv1D (GPT-2) do not (0.19.6): rows are columns there.
 _LAYERS = (
@@ -36,7 +36,7 @@ _USE_ZERO_3 = 'ZeRO-3, which also spreads a model over all ranks'
 
 
 @SOURCES.register_module()
-class AutoTpSource(Source):
+class AutoTpSource(WholeTensorsSource):
     """Gathers the split layers of DeepSpeed's AutoTP; everything else is whole on every rank. At ZeRO-0 to 2."""
 
     memory_factor = 4  # a padded shard, all of them, and the whole

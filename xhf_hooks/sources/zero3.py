@@ -19,11 +19,12 @@ from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import SOURCES
-from xhf_hooks.sources.base import LocalElements, Source
+from xhf_hooks.sources.base import LocalElements
+from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 
 @SOURCES.register_module()
-class Zero3Source(Source):
+class Zero3Source(WholeTensorsSource):
     """Reads this rank's partitions, or gathers them with ``deepspeed.zero.GatheredParameters``, offloaded or not.
 
     Between iterations a partitioned parameter has the shape ``[0]``. ``ds_shape`` is its full shape, ``ds_id`` its
@@ -31,6 +32,7 @@ class Zero3Source(Source):
     optimizer step updates. Buffers are never partitioned. ``stage3_gather_16bit_weights_on_model_save`` is not needed.
     """
 
+    partitioned_by = 'ZeRO-3'
     memory_factor = 4  # peak memory of a gather, in buckets, as tools/bench.py measures it
 
     @classmethod

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import engine_text, some
-from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, WEIGHTS_SUFFIX, FolderCheck
+from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.verify.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, model_files
+from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
 from xhf_hooks.verify.signature import check_signatures
 
 #: Of the names of files that loaders read as one JSON object.
@@ -124,8 +124,8 @@ def _check_configs(check: FolderCheck) -> None:
         return
     for part, files in found.items():
         place = f'{part}/' if part else ''
-        for config, weights in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS), ('config.json', '')):
-            needing = [file for file in files if file.endswith(ADAPTER_WEIGHTS) == bool(weights)]
+        for config, weights in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS_NAME), ('config.json', '')):
+            needing = [file for file in files if file.endswith(ADAPTER_WEIGHTS_NAME) == bool(weights)]
             if needing and f'{place}{config}' not in check.files:
                 check.add(PROBLEM, 'texts', f'{place}{config} is missing, without which {needing[0]} cannot be loaded')
     if not found and not check.problems():

@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
-from xhf_hooks.format.index import MANIFEST_NAME, weight_files
-from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME, WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 
-ADAPTER_WEIGHTS = 'adapter_model.safetensors'
 ADAPTER_CONFIG = 'adapter_config.json'
 #: Folders of a model's parts, as XTuner and the exporters of this package name them (exporters/xtuner/llava.py).
 _WHOLE_PARTS = ('llm', 'visual_encoder', 'projector')
@@ -46,7 +44,7 @@ def model_files(folder: Path, manifest: Manifest | None) -> dict[str, list[str]]
     for part in parts_of(folder, manifest):
         place = folder / part
         files = [file.name for file in weight_files(place) if file.is_file()]
-        files += [ADAPTER_WEIGHTS] if (place / ADAPTER_WEIGHTS).is_file() else []
+        files += [ADAPTER_WEIGHTS_NAME] if (place / ADAPTER_WEIGHTS_NAME).is_file() else []
         if files:
             found[part] = [f'{part}/{name}' if part else name for name in files]
     return found
@@ -66,5 +64,5 @@ def shown_lora(files: dict[str, list[str]]) -> str:
     """The value of the option ``lora`` with which a folder was written, of a run that had an adapter."""
     if any(part.partition('/')[0] == ADAPTER_FOLDER for part in files):
         return 'both'
-    has_adapter = any(name.endswith(ADAPTER_WEIGHTS) for names in files.values() for name in names)
+    has_adapter = any(name.endswith(ADAPTER_WEIGHTS_NAME) for names in files.values() for name in names)
     return 'adapter' if has_adapter else 'merge'

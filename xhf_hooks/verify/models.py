@@ -15,9 +15,9 @@ from xhf_hooks.convert import Conversion, ConvertOptions
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.check import WEIGHTS_SUFFIX
 from xhf_hooks.integrity.manifest import read_undamaged_manifest
 from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
@@ -76,7 +76,7 @@ def open_models(a: Path, b: Path, options: ConvertOptions, scratch: Path) -> lis
 def _holds_weights(path: Path) -> bool:
     """Whether the folder holds a model's weights. Other models and checkpoints in folders below do not count."""
     if path.is_file():
-        return path.suffix == '.safetensors'
+        return path.suffix == WEIGHTS_SUFFIX
     if not path.is_dir():
         raise CheckpointError(f'{path}: no such file or folder')
     return bool(_weight_files(path))

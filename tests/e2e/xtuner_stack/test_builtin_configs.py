@@ -24,7 +24,7 @@ from tests.helpers.ranks.launch import REPO_ROOT
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.xtuner.chat_template import template_of_config
-from xhf_hooks.sources import Source
+from xhf_hooks.sources import WholeTensorsSource
 
 NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 #: Options that choose an attention, a length, or weights to start from, and no other tensors.
@@ -102,7 +102,7 @@ def found_for(cfg: Config, known: dict[str, Found]) -> Found:
         model = BUILDER.build(cfg.model)
         try:
             exporter = exporter_for(model, None)
-            entries, chosen = exporter.entries(Source(model).specs(), None), type(exporter).__name__
+            entries, chosen = exporter.entries(WholeTensorsSource(model).specs(), None), type(exporter).__name__
         except XhfError as error:
             entries, chosen = [], f'none: {error}'.partition(',')[0]
         reads = frozenset(name for entry in entries for name in entry.reads)

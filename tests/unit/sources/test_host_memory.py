@@ -15,7 +15,7 @@ from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
-from xhf_hooks.sources import Source
+from xhf_hooks.sources import WholeTensorsSource
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory
 from xhf_hooks.sources.read import made_from
 
@@ -69,10 +69,10 @@ def waited_for():
 def test_the_devices_of_the_model_and_no_other(waited_for):
     """Streams of the user may still write to the weights."""
     model = nn.Linear(2, 3)
-    Source(model).synchronize()
+    WholeTensorsSource(model).synchronize()
     assert waited_for() == []
     model.weight = nn.Parameter(model.weight.data.as_subclass(OnSecond))
-    Source(model).synchronize()
+    WholeTensorsSource(model).synchronize()
     assert waited_for() == ['cuda:1']
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, XhfError
-from xhf_hooks.format.index import weight_files
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.format.text import some
 from xhf_hooks.system.files import absolute
 
@@ -39,7 +39,7 @@ _UNSUPPORTED = re.compile(
 _HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
 #: One of several files with the weights of a model, as ``save_pretrained`` and ``zero_to_fp32`` write them.
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.bin|\.safetensors)', re.ASCII)
-_WEIGHT_SUFFIXES = ('.pth', '.pt', '.bin', '.ckpt', '.safetensors')
+_WEIGHT_SUFFIXES = ('.pth', '.pt', '.bin', '.ckpt', WEIGHTS_SUFFIX)
 #: What Trainer and Accelerate write beside weights: optimizers, schedulers, random states, data loaders, arguments.
 #: And of verl and torchtune: the state of data, and of the recipe.
 _NO_WEIGHTS = re.compile(
@@ -115,7 +115,7 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     _refuse_unsupported(target)
     if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
         raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
-    if _HF_WEIGHTS.fullmatch(target.name) and target.suffix == '.safetensors' and _is_ready(target.parent):
+    if _HF_WEIGHTS.fullmatch(target.name) and target.suffix == WEIGHTS_SUFFIX and _is_ready(target.parent):
         raise CheckpointError(f'{target.parent}: {_READY}')
     if target.name == 'adapter_model.bin':
         raise CheckpointError(f'{target.parent}: {_ADAPTER}')
@@ -210,7 +210,7 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
 
 def _is_ready(folder: Path) -> bool:
     """Whether a folder has a config and all weights, under the names with which transformers or peft loads them."""
-    if (folder / 'adapter_config.json').is_file() and (folder / 'adapter_model.safetensors').is_file():
+    if (folder / 'adapter_config.json').is_file() and (folder / ADAPTER_WEIGHTS_NAME).is_file():
         return True
     with suppress(XhfError):
         files = weight_files(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.strict_json import is_count
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import TensorSpec
@@ -100,7 +101,7 @@ class CheckpointSource:
 
     def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:
         file = self.found.path
-        if file.suffix == '.safetensors':
+        if file.suffix == WEIGHTS_SUFFIX:
             return ModelState(file, {}, {}), [tensor for each in self.found.model_files for tensor in tensors_of(each)]
         content = (
             load_torch_file(file) if len(self.found.model_files) == 1 else tensors_in_files(self.found.model_files)
