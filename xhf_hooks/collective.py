@@ -182,7 +182,7 @@ class Collective:
             self._remembered = self._remembered or (stage, error)
 
     @property
-    def is_failing(self) -> bool:
+    def has_remembered_error(self) -> bool:
         """Whether this rank remembers an error."""
         return self._remembered is not None
 

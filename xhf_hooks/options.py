@@ -261,7 +261,7 @@ class _Options:
     """Base of all option classes: checks each value, and keeps it in the form that the check returns.
 
     Raises:
-        InstalledError: A package is too old for any of them.
+        InstalledError: A package in ``needs`` is missing, or older than the oldest that works.
         OptionError: A value is invalid, or two options conflict.
     """
 
@@ -281,7 +281,8 @@ class _Options:
         """The options with these values.
 
         Raises:
-            TypeError: There is no such option. Of a name in ``other_names`` the message has the name here.
+            TypeError: There is no such option. For a name in ``other_names``, the message says what the option is
+                called here.
             OptionError: As of the constructor.
         """
         for name in given.keys() & cls.other_names:

@@ -41,7 +41,7 @@ class UploadJob(SaveJob):
 
 
 class Uploads(EachSave[UploadJob]):
-    """The uploads of a run. Every method runs on all ranks.
+    """The uploads of a run. Public methods run on all ranks.
 
     Rank 0 waits for no other rank: it lists in the store which files other ranks have uploaded, and uploads missing
     files itself, since their rank may have died or may not reach the store. Other ranks wait until rank 0 begins this
@@ -224,7 +224,7 @@ def start_uploads(
         keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
-        AgreedError: Rank 0 cannot write into the folder.
+        AgreedError: Rank 0 cannot write beside the first of ``finals``, by which it is tried whether all ranks see it.
     """
     url = f'{url}/{collective.from_rank0("preflight", partial(run_prefix, timestamp))}'
     newest, *extra = (final.name for final in finals)

@@ -33,8 +33,8 @@ class HFCheckpointHook(RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on. ``saves`` (raises before training) and ``close`` come from
-    :class:`.RunFrontend`.
+    later, the error is logged and training goes on (``on_error``). ``saves`` (raises before training) and ``close``
+    come from :class:`.RunFrontend`.
 
     Examples:
         >>> custom_hooks = [dict(type='xhf_hooks.HFCheckpointHook')]
@@ -47,7 +47,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         self.options = HookOptions.of(out_dir, **options)
         self._schedule = Schedule(-1, by_epoch=False)  # until training begins
         self._best = self._best_metric()  # now, so that a wrong option is an error when the hook is built
-        self._scores: dict[str, tuple[str, float]] = {}  # metric and score of the newest best save, by target
+        self._scores: dict[str, tuple[str, float]] = {}  # metric and score of a best save, by the target's name
         self._has_compared = False
         # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
         # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built. So
@@ -84,7 +84,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             identity=runner,
             timestamp=runner.timestamp,
-            sweep=Path(runner.work_dir) if options.out_dir is None else None,
+            # In the folders of killed runs; a folder of the user's own has no others beside it
+            remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,
             extra_suffixes=[] if self._best is None else self._best.suffixes(),
@@ -156,7 +157,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             ]
 
         if saves.saving_to not in (None, saves.newest):
-            saves.wait_for_background_save()  # the best score is that of the last best save, if it succeeded
+            saves.wait_for_background_save()  # a score counts once its best save is committed (_note_committed)
         try:
             with saves.collective.stage('comparing scores'):
                 saves.ensure_connected()
@@ -174,8 +175,8 @@ class HFCheckpointHook(RunFrontend, Hook):
 
     def _note_committed(self, runner: Any, committed: CommittedCheckpoint) -> None:
         """Record the score of a best save, and show the cost of any save to MMEngine's visualizer."""
-        if self._best is not None and committed.target in self._scores:
-            metric, score = self._scores.pop(committed.target)
+        if self._best is not None and committed.target_name in self._scores:
+            metric, score = self._scores.pop(committed.target_name)
             self._best.remember(metric, score, runner.message_hub)
             self.saves.log.info(f'best {metric} so far, {score:.4f}')
         self._visualize(runner, committed.step, scalars(committed))

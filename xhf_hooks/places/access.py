@@ -84,7 +84,7 @@ def prepare_targets(
     nbytes: int,
     bases: Sequence[str],
     *,
-    sweep: Path | None = None,
+    remove_leftovers_in: Path | None = None,
     may_replace: bool = True,
 ) -> None:
     """Prepare the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
@@ -92,7 +92,7 @@ def prepare_targets(
     Args:
         targets: The target of the newest save, then the extra ones, such as the best.
         bases: Folders or hub names of the models that the run starts from.
-        sweep: A work_dir; leftovers of killed runs under its other timestamps are removed.
+        remove_leftovers_in: A work_dir; leftovers of killed runs under its other timestamps are removed.
         may_replace: Whether saves may replace saves that were there before the run.
 
     Raises:
@@ -100,10 +100,10 @@ def prepare_targets(
     """
     for target in targets:
         target.prepare(bases, may_replace=may_replace)
-        if sweep is not None and target.lock.works_across_hosts:
-            what = f'{sweep}: what killed runs left there could not be cleaned up'
+        if remove_leftovers_in is not None and target.lock.works_across_hosts:
+            what = f'{remove_leftovers_in}: what killed runs left there could not be cleaned up'
             with target.siblings.warn_instead_of_raising(what):
-                sweep_dead_runs(log, sweep, target.name, bases)
+                sweep_dead_runs(log, remove_leftovers_in, target.name, bases)
     targets[0].require_disk_space(nbytes)
 
 

@@ -1,12 +1,12 @@
-"""Saves in a store: each run has a prefix of its own, in which a pointer that moves last names the newest save.
+"""Saves in a store: each run has a prefix of its own, and in it a pointer, which names complete saves alone.
 
     20261127_201530_3f9a1c/              a run: when it began, and a random number
         hf_model.json                    the pointer: which save is the newest, and which are complete
         hf_model_iter_500/...            a save, under its prefix; xhf_manifest.json is its last object
 
-So two runs with one URL never meet, and need no agreement, for which few stores have the requests. A run deletes only
-what it has written itself, and lists nothing but its own saves. What a killed run leaves stays there, until somebody
-or a lifecycle rule of the store removes its prefix.
+So two runs with one URL never meet, and need not coordinate: that would take conditional writes, which few stores
+have. A run deletes only what it has written itself, and lists nothing but its own saves. What a killed run leaves stays
+there, until somebody or a lifecycle rule of the store removes its prefix.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ def read_pointer(store: Store, name: str) -> Pointer | None:
 
 
 class StoredSaves:
-    """The uploaded saves of one name of a run. Runs on: rank 0, one thread at a time.
+    """The uploads of one target of a run. Runs on: rank 0, one thread at a time.
 
     Args:
         url: The prefix of the run.
-        name: A name such as ``hf_model``.
+        name: The target's name, such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         warn: Called at once when a request fails, and with what was found that is not ours.
         keep_every: As in :class:`.Retention`.
 
     Raises:
-        StoreError: Every method raises it if a request fails.
+        StoreError: Every method but :meth:`clean_at_end` raises it if a request fails.
     """
 
     def __init__(
@@ -151,31 +151,31 @@ class StoredSaves:
         self._write(replace(pointer, writing=name, number=number))
         return name
 
-    def missing(self, name: str, files: Mapping[str, FileRecord]) -> list[str]:
+    def missing(self, save_name: str, files: Mapping[str, FileRecord]) -> list[str]:
         """The files of a save that are not there with their sizes."""
-        sizes = self.store.sizes(name)
+        sizes = self.store.sizes(save_name)
         return [file for file, record in files.items() if sizes.get(file) != record.nbytes]
 
-    def publish(self, name: str, manifest: bytes) -> None:
+    def publish(self, save_name: str, manifest: bytes) -> None:
         """Make a save whose files are all there the newest one, and delete older ones.
 
         Raises:
             IncompleteError: A file is not there.
         """
-        content = parse_manifest(manifest, name)
-        if missing := self.missing(name, content.files):
+        content = parse_manifest(manifest, save_name)
+        if missing := self.missing(save_name, content.files):
             raise IncompleteError(
-                f'{self.url}/{name}: the store does not have {counted(len(missing), "file")} with the right '
+                f'{self.url}/{save_name}: the store does not have {counted(len(missing), "file")} with the right '
                 f'size, although it acknowledged them: {some(missing)}'
             )
-        self.store.put(f'{name}/{MANIFEST_NAME}', manifest)
+        self.store.put(f'{save_name}/{MANIFEST_NAME}', manifest)
         step = {'unit': content.step.unit, 'number': content.step.number}
         pointer = self._current()
-        saves = (*pointer.saves, name)
-        self._iterations[name] = content.step.iteration
-        outdated = self.retention.find_superfluous((save, self._iterations[save]) for save in reversed(saves))
+        saves = (*pointer.saves, save_name)
+        self._iterations[save_name] = content.step.iteration
+        outdated = self.retention.find_superfluous((save, self._iterations.get(save, 0)) for save in reversed(saves))
         kept = tuple(save for save in saves if save not in outdated)
-        self._write(replace(pointer, newest=name, saves=kept, step=step, writing=None))
+        self._write(replace(pointer, newest=save_name, saves=kept, step=step, writing=None))
         try:
             self.clean()
         except StoreError as error:

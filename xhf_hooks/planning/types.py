@@ -250,11 +250,11 @@ class CommittedCheckpoint:
 
     Attributes:
         path: Where it is: the target's folder, unless foreign files had that name.
-        target: The name of the target's folder, such as 'hf_model_best'.
+        target_name: The name of the target's folder, such as 'hf_model_best'.
     """
 
     path: Path
-    target: str
+    target_name: str
     step: Step
     cost: SaveCost
     warnings: tuple[str, ...] = ()

@@ -37,7 +37,14 @@ def preflight(
     collective, log = saver.collective, saver.log
     with collective.stage('preflight'):
         if collective.rank == 0:
-            prepare_targets(log, targets, saver.plan.nbytes, bases, sweep=info.sweep, may_replace=info.may_replace)
+            prepare_targets(
+                log,
+                targets,
+                saver.plan.nbytes,
+                bases,
+                remove_leftovers_in=info.remove_leftovers_in,
+                may_replace=info.may_replace,
+            )
             _find_tokenizer(saver, info.tokenizer)
             for warning in _write_assets_on_trial(saver, targets[0]):
                 log.warn_before_training(warning)

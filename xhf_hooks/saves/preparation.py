@@ -90,7 +90,7 @@ def prepare_saves(
             refuse_unreadable_fp32_masters(unwrapped.engine)
             source.require_masters_match_weights(read)
         widened = _widened(read, entries, options.dtype)
-        if widened:
+        if widened:  # DeepSpeed at stage 0 has masters in 16-bit training, but no parameter refers to them
             refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
         round_nbytes = max(1, bucket_nbytes // 2)  # an owner receives one while two wait for its disk
@@ -119,6 +119,7 @@ def prepare_saves(
             )
         warn_of_left_out(log, exporter, unwrapped.root)
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
+        # Two buffers to send from, which are as large as a bucket; three to receive into
         received_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
         preparation = Preparation(exporter, specs, plan, extra_nbytes)

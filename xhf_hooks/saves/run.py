@@ -45,7 +45,7 @@ class Run:
 
     Attributes:
         newest: The target of all saves but the extra ones: the folder of the newest one, with older saves next to it.
-        extra_targets: The extra targets by suffix.
+        extra_targets: Further targets by suffix, such as 'best'. Each keeps one save.
         outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the run.
         saving_to: The target of the save in flight in the background; None if there is none.
         saved_at: Iterations done at the last save to ``newest``, also one in flight; None if there is no such save.
@@ -66,7 +66,8 @@ class Run:
         self.newest, self.extra_targets = newest, extra_targets
         self._options = options
         self.outcomes = outcomes
-        self._work = work  # `.tasks`: the save in flight, uploads, on_saved; `.requests`: of signals and the clock
+        # `.tasks`: the save in flight, uploads, on_saved. `.requests`: by signals (save_on_signal), interval_minutes
+        self._work = work
         self._registration = registration
         self._ending = ExitStack()
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
@@ -112,7 +113,7 @@ class Run:
             require_packages('deepspeed')
         registration = RunRegistration(info.identity, {str(target.path) for target in targets})
         # Closes runs that were interrupted, such as one in an earlier notebook cell. A run that is still open counts as
-        # interrupted if no method of its trainer is being executed
+        # interrupted unless a method of its trainer is on the call stack: then the new run is nested in it
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -140,8 +141,9 @@ class Run:
                 log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
             run._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
-        # no thread, no signal handler and no argument of `finalize` may hold a reference to this object or to
-        # `info.identity`. (The registration does, but nothing refers to it except for this object, and a weak set.)
+        # no thread, no signal handler and no argument of `finalize` may hold a reference to this object, or to
+        # `info.identity` (such as MMEngine's runner, which has the model). The registration has one, but only this
+        # object and a weak set refer to the registration
         weakref.finalize(run, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
         registration.register(run.close)
         return run
@@ -194,7 +196,8 @@ class Run:
             return
         finally:
             if self._work.requests is not None and target is self.newest:
-                self._work.requests.restart_clock()  # after a failed save, too: the next iteration would fail alike
+                # After a failed save, too: else the next iteration would save again, and fail alike
+                self._work.requests.restart_clock()
         if target is self.newest:
             self.saved_at = step.iteration
         if committed is not None:
@@ -210,7 +213,7 @@ class Run:
             remember_weights: As in :meth:`save`.
 
         Raises:
-            XhfError: The save failed, and ``on_error`` is 'raise'; or ranks could not vote.
+            XhfError: The save failed, or ranks could not vote, and ``on_error`` is 'raise'.
         """
         requests = self._work.requests
         if requests is None or self._registration.is_closed:
@@ -239,8 +242,9 @@ class Run:
     def poll_background(self) -> None:
         """After an iteration: note a background save that has ended on this rank, and pass on results of ``on_saved``.
 
-        On the other ranks that save is about to end. If it failed and ``on_error`` is 'raise', ranks raise where all
-        pass together: when the next save is due, or training ends. The thread that saves has logged the error before.
+        If the process is ending after a signal, this thread stays here. If the save in flight has ended on this rank,
+        it is about to end on the others. If it failed and ``on_error`` is 'raise', ranks raise where all pass together:
+        when the next save is due, or training ends. The thread that saves has logged the error before.
 
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
@@ -279,11 +283,11 @@ class Run:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
                 it did not. If the weights have changed since the save of the last step, a last save is made, labelled
-                with ``reloaded_step``. So that this is seen, a frontend that passes it makes all saves that may be of
-                the last step with ``remember_weights``.
+                with ``reloaded_step``. The change is noticed only if the save of the last step was made with
+                ``remember_weights``, so a frontend that passes ``reloaded_step`` sets it for all that may be that save.
 
         Raises:
-            XhfError: A save failed, and ``on_error`` is 'raise'; or ranks could not vote.
+            XhfError: A save failed, or ranks could not vote, and ``on_error`` is 'raise'.
         """
         self.wait_for_background_save()
         if self._registration.is_closed:
@@ -344,7 +348,7 @@ class Run:
         """The saves of earlier runs in the extra targets, which saves of this run will replace. Runs on: rank 0.
 
         Returns:
-            As :func:`.manifests_of_targets`.
+            The manifest of each save, its folder, and the suffix of the target.
         """
         return manifests_of_targets(self.extra_targets)
 

@@ -20,7 +20,7 @@ class RunInfo:
             (:class:`.RunRegistration`); a second hook of the same run does not.
         timestamp: When the run began, as MMEngine writes it, such as '20261127_201530'; None: it begins now. Uploads
             of the run are named after it.
-        sweep: A work_dir from which leftovers of killed runs are removed.
+        remove_leftovers_in: A work_dir from which leftovers of killed runs are removed.
         may_replace: Whether saves may replace those that are there before the run.
         extra_suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
     """
@@ -30,6 +30,6 @@ class RunInfo:
     tokenizer: Any | None = None
     identity: object | None = None
     timestamp: str | None = None
-    sweep: Path | None = None
+    remove_leftovers_in: Path | None = None
     may_replace: bool = True
     extra_suffixes: Sequence[str] = ()

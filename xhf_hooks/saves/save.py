@@ -51,7 +51,7 @@ from xhf_hooks.writers.writer import Writer
 class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, unless a method says otherwise.
 
-    Made by :meth:`prepare`, whose arguments are the first attributes.
+    Made by :meth:`prepare`, which has most attributes as arguments.
 
     Attributes:
         source: Gives the model's tensors; made again at each save.
@@ -311,7 +311,7 @@ class Save:
                 staging, files = self._collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
-                committed, is_elsewhere = self._commit(tally)
+                committed, has_other_name = self._commit(tally)
             finally:
                 # After a commit both have nothing to remove. Only rank 0's target has opened a staging folder
                 for clean_up in (self._saver.writer.abort, self._target.abort):
@@ -319,7 +319,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if is_elsewhere:  # foreign files have the target's name, so rank 0 has given the save another
+                if has_other_name:  # rank 0 alone knows which
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
@@ -360,11 +360,11 @@ class Save:
             for chunk in chunks:
                 with collective.remembering('write'):
                     self._clock.meter.sample()  # peak: source tensor + converted chunk + chunks queued for the disk
-                    if not collective.is_failing:  # else only take part, since other ranks keep gathering
+                    if not collective.has_remembered_error:  # else only take part, since other ranks keep gathering
                         progress.wrote(chunk.data.nbytes)
                         saver.writer.write(chunk)
                 del chunk  # the next one is made while this one waits for the disk
-            return Tally(saver.plan.placements) if collective.is_failing else saver.writer.finish()
+            return Tally(saver.plan.placements) if collective.has_remembered_error else saver.writer.finish()
 
     def _add_up(self, tally: Tally) -> None:
         """Reduce the tally over all ranks, in place."""
@@ -372,12 +372,12 @@ class Save:
         tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
-            ('SUM', 'BXOR', 'MAX'),  # a rank's CRC-32 is shifted to its place in the tensor, so XOR gives that of all
+            ('SUM', 'BXOR', 'MAX'),  # CRC-32s of a rank's bytes among zeros: their XOR is that of the whole tensor
         )
         self._peak_nbytes = int(peak_nbytes[0])
 
     def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
-        """Commit on rank 0, once no other rank can fail. Also returns whether the save is not at the target's path."""
+        """Commit on rank 0, once no other rank can fail; also tells whether foreign files have the target's name."""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
@@ -385,13 +385,13 @@ class Save:
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, target.name, self._step, self._cost(), warnings)
         path = target.path
-        with self._stage('commit') as is_elsewhere, errors_naming(target.path):
+        with self._stage('commit') as has_other_name, errors_naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
                 # for this save; then no thread can be started
                 path = target.commit(written, saver.options.verify, workers=1 if self.in_background else None)
-                is_elsewhere.is_set = path != target.path
-        return replace(committed, path=path), is_elsewhere.is_set
+                has_other_name.is_set = path != target.path
+        return replace(committed, path=path), has_other_name.is_set
 
     def _cost(self) -> SaveCost:
         clock = self._clock

@@ -60,7 +60,7 @@ def in_place_and_gathered(
     with torch.no_grad():
         with collective.remembering('read'):
             own = SliceReader(source).read(_portions_from_another_group_each(plan, collective), to_host)
-            yield from takewhile(lambda _: not collective.is_failing, own)
+            yield from takewhile(lambda _: not collective.has_remembered_error, own)
         if plan.buckets:
             yield from gathered(plan, source, collective, to_host)
 
@@ -146,9 +146,9 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
                 collective.raise_if_any_failed('gather')
             tensors: dict[str, torch.Tensor] = {}
             with collective.remembering('gather'):
-                tensors = source.gathered(specs, wanted=() if collective.is_failing else wanted[number])
+                tensors = source.gathered(specs, wanted=() if collective.has_remembered_error else wanted[number])
             with collective.remembering('gather'):
-                for group in () if collective.is_failing else to_make[number]:
+                for group in () if collective.has_remembered_error else to_make[number]:
                     yield from starmap(to_host, made_from(group, tensors, collective.rank))
                 del tensors
                 if meter.sample() > _SPARE_BUCKETS * plan.largest_bucket_nbytes:

@@ -119,12 +119,12 @@ class SliceSender:
         buffer, end = self._packed[number % 2], 0
         for owner, nbytes in nbytes_of.items():
             start, end = end, end + nbytes
-            if not self._collective.is_failing:
+            if not self._collective.has_remembered_error:
                 _fill(buffer[start:end], partial(self._read, number, owner))
 
     def _written_here(self, number: int, arrived: Mapping[int, torch.Tensor]) -> Iterator[Chunk]:
         """The chunks of a round, unless a rank has failed that this rank knows of."""
-        if self._collective.is_failing:
+        if self._collective.has_remembered_error:
             return
         yield from self._read(number, self._rank, in_host_memory)
         n_read = dict.fromkeys(arrived, 0)  # bytes of each message
@@ -177,7 +177,7 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
 def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, None]:
     """The chunks that this rank copies from the base model, unless it knows that a rank has failed."""
     with collective.remembering('read'):
-        yield from takewhile(lambda _: not collective.is_failing, copied_chunks(plan, collective.rank))
+        yield from takewhile(lambda _: not collective.has_remembered_error, copied_chunks(plan, collective.rank))
 
 
 class Snapshot:

@@ -86,7 +86,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     put_whole(dead, '.hf_model.previous-0000000000aa', 3)
     put_partial(dead, '.hf_model.staging-0000000000bb')
     log = mock.Mock()
-    prepare_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], sweep=tmp_path)
+    prepare_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], remove_leftovers_in=tmp_path)
     log.info.assert_called_once_with(f'removed what a killed run left in {dead.path.parent}')
     assert staged.is_dir() and visible(dead.path.parent) == {'hf_model': 3} and hidden(dead.path.parent) == set()
     warnings = [call.args[0] for call in log.warning.call_args_list]
