@@ -232,7 +232,7 @@ def _option(default: Any, meaning: str, check: Check, *, is_advanced: bool = Fal
 _Documented = TypeVar('_Documented', bound=Callable[..., Any])
 
 
-def explains(options: type[_Options]) -> Callable[[_Documented], _Documented]:
+def documents_options(options: type[_Options]) -> Callable[[_Documented], _Documented]:
     """A decorator that shows the options in ``help()`` and on the API page.
 
     It adds their meanings to the docstring, and gives a class the signature of the options that it holds.

@@ -117,7 +117,7 @@ def load_from_folder(base: LocatedBase) -> Any | None:
     return PartAndTokenizer(found or CopiedFiles(base, 'its processor cannot be loaded here'), tokenizer)
 
 
-def warn_of_copy(tokenizer: Any | None, where: str) -> list[str]:
+def warn_if_not_loadable(tokenizer: Any | None, where: str) -> list[str]:
     """A warning if the tokenizer is copied and not loaded."""
     if not isinstance(tokenizer, CopiedFiles):
         return []

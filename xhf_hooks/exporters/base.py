@@ -131,7 +131,7 @@ class Exporter(ABC):
         """
         return load_or_copy_tokenizer(self.base_model, trust_remote_code=self.trusts_code)
 
-    def with_template_of_run(
+    def with_chat_template_of_training(
         self, tokenizer: Any | None, *, may_import: bool = True
     ) -> tuple[Any | None, Sequence[int], Sequence[str]]:
         """The tokenizer to write, with the chat template of training; EOS token ids of answers, and log messages.

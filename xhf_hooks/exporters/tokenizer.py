@@ -14,7 +14,7 @@ from xhf_hooks.base_model.tokenizer import (
     kind_of_part,
     load_from_folder,
     load_processor,
-    warn_of_copy,
+    warn_if_not_loadable,
 )
 from xhf_hooks.errors import OptionError
 
@@ -30,21 +30,21 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
     with the other parts of the base's processor.
 
     Raises:
-        OptionError: The option names a folder without tokenizer files.
+        OptionError: The option, or the run, names a folder without tokenizer files.
     """
     is_none_or_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
     if is_none_or_recipe and exporter.tokenizer_of_model is not None:
         of_the_run = exporter.tokenizer_of_model
     tokenizer = of_the_run if option is None else option
-    # If it is unknown which revision of the base was loaded, the base gives no tokenizer
+    # If it is unknown which of several cached revisions of the base was loaded, base_tokenizer() gives none
     warnings = exporter.warn_of_revisions()
     if isinstance(tokenizer, (str, Path)):
         folder = LocatedBase.locate(str(tokenizer))
         tokenizer = load_from_folder(folder)
         if tokenizer is None:
             raise OptionError('tokenizer', 'a folder with tokenizer files', folder.name)
-        warnings += warn_of_copy(tokenizer, repr(folder.name))
-        if isinstance(tokenizer, PartAndTokenizer):
+        warnings += warn_if_not_loadable(tokenizer, repr(folder.name))
+        if isinstance(tokenizer, PartAndTokenizer):  # an image processor or the like, and a tokenizer: complete
             return tokenizer, warnings
     if isinstance(tokenizer, dict):
         tokenizer = build_tokenizer(tokenizer)
@@ -62,7 +62,7 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, exporter: Exporte
         warnings.append(f'no tokenizer will be saved: neither the run nor {base} has one; set the option tokenizer')
     elif tokenizer is not None and is_refused:
         warnings.append(f'the tokenizer of {base} will be saved')
-    return tokenizer, warnings + warn_of_copy(tokenizer, base)
+    return tokenizer, warnings + warn_if_not_loadable(tokenizer, base)
 
 
 def _with_parts_of_base(part: Any, base: str, exporter: Exporter, warnings: list[str]) -> tuple[Any, list[str]]:
@@ -76,7 +76,7 @@ def _with_parts_of_base(part: Any, base: str, exporter: Exporter, warnings: list
                 return processor, warnings
     tokenizer = exporter.base_tokenizer()
     if tokenizer is not None:
-        return PartAndTokenizer(part, tokenizer), warnings + warn_of_copy(tokenizer, base)
+        return PartAndTokenizer(part, tokenizer), warnings + warn_if_not_loadable(tokenizer, base)
     if exporter.has_vocabulary:
         warnings.append(
             f'no tokenizer will be saved: that of the run is a {type(part).__name__}, and {base} has none; set the '

@@ -17,7 +17,7 @@ from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
-from xhf_hooks.options import HookOptions, explains, require_apart
+from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.frontend import RunFrontend
@@ -28,7 +28,7 @@ from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.system.child_processes import SignalProofChildren
 
 
-@explains(HookOptions)
+@documents_options(HookOptions)
 class HFCheckpointHook(RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
@@ -84,7 +84,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             identity=runner,
             timestamp=runner.timestamp,
-            # In the folders of killed runs; a folder of the user's own has no others beside it
+            # work_dir has a folder for each run: leftovers of killed runs are in those. out_dir has one folder for all
             remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,

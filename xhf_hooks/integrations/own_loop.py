@@ -9,7 +9,16 @@ from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
-from xhf_hooks.options import CallOptions, CarryBase, LlavaFormat, LoraMode, VerifyLevel, WriterName, explains, folder
+from xhf_hooks.options import (
+    CallOptions,
+    CarryBase,
+    LlavaFormat,
+    LoraMode,
+    VerifyLevel,
+    WriterName,
+    documents_options,
+    folder,
+)
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
@@ -17,7 +26,7 @@ from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 
 
-@explains(CallOptions)
+@documents_options(CallOptions)
 def save_hf(
     model: Any,
     out_dir: str | Path,

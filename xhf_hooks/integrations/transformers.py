@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
-from xhf_hooks.options import CallbackOptions, explains, require_apart
+from xhf_hooks.options import CallbackOptions, documents_options, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
 from xhf_hooks.saves.run import Run
@@ -26,7 +26,7 @@ from xhf_hooks.saves.telemetry import RunLog, scalars, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
 
 
-@explains(CallbackOptions)
+@documents_options(CallbackOptions)
 class HFCheckpointCallback(RunFrontend, TrainerCallback):
     """Save the model as a Hugging Face folder while Trainer trains it, at any DeepSpeed ZeRO stage.
 
@@ -180,7 +180,10 @@ def _add_to_history(state: TrainerState, step: Step, numbers: Mapping[str, float
 
 
 def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:
-    """Trainer passes callbacks the model from inside DeepSpeed's engine, and the engine's optimizer in a wrapper."""
+    """Trainer gives callbacks no DeepSpeed engine, only the model in it and its optimizer, in a wrapper.
+
+    The optimizer serves in place of the engine: by either, masters that cannot be read are refused.
+    """
     found = unwrap(model)
     plugin = getattr(args, 'deepspeed_plugin', None)
     if plugin is None:

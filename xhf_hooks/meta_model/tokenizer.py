@@ -79,7 +79,7 @@ def tokenizer_of_run(
     if not hasattr(tokenizer, 'chat_template') or getattr(tokenizer, 'tokenizer', None) is not None:
         return tokenizer, [], notes  # a processor, or for images alone
     try:
-        tokenizer, eos_token_ids, messages = exporter.with_template_of_run(tokenizer, may_import=False)
+        tokenizer, eos_token_ids, messages = exporter.with_chat_template_of_training(tokenizer, may_import=False)
         return tokenizer, eos_token_ids, [*notes, *messages]
     except OptionError as error:
         return tokenizer, [], [*notes, f'the chat template of training was not written: {error}']

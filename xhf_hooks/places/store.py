@@ -1,4 +1,4 @@
-"""Saves in a store: each run has a prefix of its own, and in it a pointer, which names complete saves alone.
+"""Saves in a store: each run has a prefix of its own, and in it a pointer, which names the complete saves.
 
     20261127_201530_3f9a1c/              a run: when it began, and a random number
         hf_model.json                    the pointer: which save is the newest, and which are complete

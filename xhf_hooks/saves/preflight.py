@@ -24,7 +24,7 @@ def preflight(
     uploads: Uploads | None,
     info: RunInfo,
 ) -> None:
-    """Prepare the targets of saves and the tokenizer, and write the HF assets on trial. Runs on: all ranks.
+    """Prepare targets, tokenizer, uploads and host memory, and write the HF assets on trial. Runs on: all ranks.
 
     Args:
         targets: Where saves go; the first is the target of the newest save.
@@ -74,7 +74,7 @@ def _find_tokenizer(saver: Saver, of_the_run: Any | None) -> None:
     tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, exporter)
     for warning in warnings:
         saver.log.warning(warning)
-    saver.tokenizer, saver.eos_token_ids, messages = exporter.with_template_of_run(tokenizer)
+    saver.tokenizer, saver.eos_token_ids, messages = exporter.with_chat_template_of_training(tokenizer)
     for message in messages:
         saver.log.info(message)
 

@@ -48,7 +48,8 @@ class Run:
         extra_targets: Further targets by suffix, such as 'best'. Each keeps one save.
         outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the run.
         saving_to: The target of the save in flight in the background; None if there is none.
-        saved_at: Iterations done at the last save to ``newest``, also one in flight; None if there is no such save.
+        saved_at: Iterations done at the last save to ``newest``, also one in flight; None before the first, and after
+            one that failed in the background.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Run:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(info.identity, {str(target.path) for target in targets})
-        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run that is still open counts as
-        # interrupted unless a method of its trainer is on the call stack: then the new run is nested in it
+        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run in which this one is nested
+        # is not among them: a method of its trainer (`identity`) is on the call stack
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -142,8 +143,8 @@ class Run:
             run._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
         # no thread, no signal handler and no argument of `finalize` may hold a reference to this object, or to
-        # `info.identity` (such as MMEngine's runner, which has the model). The registration has one, but only this
-        # object and a weak set refer to the registration
+        # `info.identity` (such as MMEngine's runner, which has the model). The registration may, since nothing but this
+        # object and a weak set refers to the registration: a cycle, which is collected
         weakref.finalize(run, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
         registration.register(run.close)
         return run
@@ -186,8 +187,8 @@ class Run:
                 self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
-                    self.saving_to = target
                     self._saving = self._saver.start(target, step, manifest_fields, log_outcome)
+                    self.saving_to = target
                 else:
                     committed = self._saver.save(target, step, manifest_fields, call_began)
                 self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
@@ -242,9 +243,10 @@ class Run:
     def poll_background(self) -> None:
         """After an iteration: note a background save that has ended on this rank, and pass on results of ``on_saved``.
 
-        If the process is ending after a signal, this thread stays here. If the save in flight has ended on this rank,
-        it is about to end on the others. If it failed and ``on_error`` is 'raise', ranks raise where all pass together:
-        when the next save is due, or training ends. The thread that saves has logged the error before.
+        If the process is ending after a signal, this thread stays here. A rank notes the end of the save without asking
+        the others, which see the same outcome a moment apart. Only an error that must be raised (``on_error='raise'``)
+        is left for the next save, comparison of scores or end of training, where all ranks raise it together. The
+        thread that saves has logged it before.
 
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
@@ -282,9 +284,10 @@ class Run:
         Args:
             step: The last step.
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
-                it did not. If the weights have changed since the save of the last step, a last save is made, labelled
-                with ``reloaded_step``. The change is noticed only if the save of the last step was made with
-                ``remember_weights``, so a frontend that passes ``reloaded_step`` sets it for all that may be that save.
+                it did not. If the last step is not saved, or the weights have changed since, the last save
+                (``save_last``) is labelled with it. The change is noticed only if the save of the last step was made
+                with ``remember_weights``, so a frontend that passes ``reloaded_step`` sets it for all that may be that
+                save.
 
         Raises:
             XhfError: A save failed, or ranks could not vote, and ``on_error`` is 'raise'.
@@ -296,7 +299,7 @@ class Run:
         try:
             with self.collective.stage('finish'):
                 self.ensure_connected()
-            # The trainer's files, by which it is known, may be visible on rank 0's host only
+            # Trainer knows its best checkpoint only on hosts that see that folder
             reloaded_step = self.collective.from_rank0('finish', lambda: reloaded_step)
         except XhfError as error:
             self.outcomes.raise_or_log(error, 'the last save')

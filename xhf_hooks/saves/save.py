@@ -51,9 +51,10 @@ from xhf_hooks.writers.writer import Writer
 class Saver:
     """Saves one live model, any number of times. Runs on: all ranks, unless a method says otherwise.
 
-    Made by :meth:`prepare`, which has most attributes as arguments.
+    Made by :meth:`prepare`.
 
     Attributes:
+        unwrapped: ``unwrapped.root``: the module whose tensors are read; ``unwrapped.model``: the exported one.
         source: Gives the model's tensors; made again at each save.
         preparation: The plan and what it was made from; made again when the model's tensors or config change.
         background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
@@ -201,7 +202,8 @@ class Saver:
         Raises:
             RankLostError: Ranks could not connect.
         """
-        # The next line votes on another collective, with which the vote of a rank that has failed would not pair
+        # A rank that failed since the caller's stage began votes on this collective. Vote here first: the background
+        # collective, below, is another one, and the two votes would not pair
         self.collective.raise_if_any_failed('save')
         return self.background is not None and self.background.collective.ensure_connected()
 
@@ -248,7 +250,7 @@ class Save:
         saver: Has the plan, the source, the exporter and the writer.
         target: Where the save goes.
         manifest_fields: Fields of the manifest for this save only.
-        clock: Runs since the save was due.
+        clock: Measures the save.
 
     Attributes:
         in_background: Whether training goes on meanwhile.
@@ -292,7 +294,7 @@ class Save:
         with self._stage('snapshot'):
             snapshot = Snapshot.take(self._saver.plan, self._saver.source, memory, self._collective)
             self._chunks = snapshot.chunks(background_collective)
-            self._clock.meter.sample()
+            self._clock.meter.sample()  # memory, with the copy in it
         # The background thread begins with 'staging'. Until it runs, its wait counts as time of that stage
         self._clock.begin('staging')
         self._collective = background_collective
@@ -319,7 +321,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if has_other_name:  # rank 0 alone knows which
+                if has_other_name:  # which rank 0 alone knows
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
@@ -372,12 +374,12 @@ class Save:
         tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
-            ('SUM', 'BXOR', 'MAX'),  # CRC-32s of a rank's bytes among zeros: their XOR is that of the whole tensor
+            ('SUM', 'BXOR', 'MAX'),  # of a rank's bytes, each shifted to its place in the tensor (Tally.add)
         )
         self._peak_nbytes = int(peak_nbytes[0])
 
     def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
-        """Commit on rank 0, once no other rank can fail; also tells whether foreign files have the target's name."""
+        """Commit on rank 0, once no other rank can fail; also: has the save another name, as foreign files have it?"""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []

@@ -96,9 +96,10 @@ class Source(ABC):
         return None
 
     def require_masters_match_weights(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuse fp32 masters that do not round to their 16-bit weights: those of other parameters. Compares samples.
+        """Refuse fp32 masters that do not round to their 16-bit weights.
 
-        Called on all ranks when a save is planned and at each save; a rank looks at what it holds. Reads little data.
+        They belong to other parameters, or are outdated. Called on all ranks when a save is planned and at each save; a
+        rank compares samples of what it holds.
 
         Raises:
             ModelError: The masters are not those of the parameters.
