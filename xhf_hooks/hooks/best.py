@@ -47,7 +47,7 @@ class BestSave:
         return cls(where, None if math.isnan(score) else metric, score, suffix)
 
 
-def best_of_earlier_runs(hub: MessageHub) -> list[BestSave]:
+def best_of_resumed_runs(hub: MessageHub) -> list[BestSave]:
     """The best saves of the runs that this run was resumed from. They stay where they are. Runs on: rank 0."""
     found = []
     for folder in map(Path, hub.runtime_info.get(_FOLDERS_KEY, ())):

@@ -15,7 +15,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from xhf_hooks.background.save_on_signal import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_earlier_runs
+from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
 from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
@@ -33,8 +33,8 @@ class HFCheckpointHook(RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on (``on_error``). ``saves`` (raises before training) and ``close``
-    come from :class:`.RunFrontend`.
+    later, the error is logged and training goes on (``on_error``). The property ``saves`` (the open :class:`.Run`; an
+    error if training has not begun) and ``close`` come from :class:`.RunFrontend`.
 
     Examples:
         >>> custom_hooks = [dict(type='xhf_hooks.HFCheckpointHook')]
@@ -84,7 +84,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             identity=runner,
             timestamp=runner.timestamp,
-            # work_dir has a folder for each run: leftovers of killed runs are in those. out_dir has one folder for all
+            # What killed runs left next to the target is always removed. But without out_dir, each run has a target of
+            # its own, in a folder of work_dir
             remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,
@@ -191,7 +192,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             with saves.collective.stage('preflight'):
                 if saves.collective.rank == 0:
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
-                    earlier += best_of_earlier_runs(hub)
+                    # Of the runs that this one was resumed from: the hub has their folders
+                    earlier += best_of_resumed_runs(hub)
                     for line in best.begin(saves.newest.path, earlier, hub):
                         saves.log.info(line)
         except XhfError:

@@ -1,4 +1,4 @@
-"""When the hook saves: its own schedule or CheckpointHook's, in the units of the train loop."""
+"""When the hook saves: its own schedule or CheckpointHook's, in epochs or iterations."""
 
 from __future__ import annotations
 

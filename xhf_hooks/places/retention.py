@@ -11,12 +11,13 @@ Save = TypeVar('Save')
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest saves stay, and for good the first save of every so many iterations.
+    """The newest saves stay, and for good the first save at or after each multiple of so many iterations.
 
     Attributes:
         max_keep: How many of the newest saves stay; -1 keeps all.
-        keep_every: Number of iterations of which the first save stays besides; None keeps none besides. Saves that a
-            clock or a signal asked for rarely hit a multiple, so the first one at or after it stays.
+        keep_every: For each multiple of this number of iterations, the first save at or after it is kept for good,
+            besides the newest ones (saves that a clock or a signal asked for rarely hit a multiple); None: only the
+            newest ones stay.
     """
 
     max_keep: int

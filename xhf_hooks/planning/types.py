@@ -1,6 +1,6 @@
-"""The frozen records of a save, in the order in which they are made; those of all of it are in :mod:`.plan`.
+"""The frozen records that describe parts of a save. Those that describe a whole save are in :mod:`.plan`.
 
-They hold names, numbers and text, never tensors. Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
+They hold names, numbers and text, no tensors. Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
 see :mod:`xhf_hooks.format.safetensors`.
 """
 
@@ -86,7 +86,7 @@ class ExportEntry:
 
     Attributes:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
-            source tensor, such as one expert out of fused experts. None if ``combine`` must be called.
+            source tensor, such as one expert out of fused experts. None if ``combine`` must be called, or is None.
         copied_from: Bytes of the base model's files that are copied as they are; then ``reads`` is empty. None if the
             entry is made of source tensors.
     """

@@ -113,8 +113,8 @@ class Run:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(info.identity, {str(target.path) for target in targets})
-        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run in which this one is nested
-        # is not among them: a method of its trainer (`identity`) is on the call stack
+        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run whose callback begins this
+        # one is not among them: `close_earlier` finds a method of its trainer, by `info.identity`, on the call stack
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -245,8 +245,8 @@ class Run:
 
         If the process is ending after a signal, this thread stays here. A rank notes the end of the save without asking
         the others, which see the same outcome a moment apart. Only an error that must be raised (``on_error='raise'``)
-        is left for the next save, comparison of scores or end of training, where all ranks raise it together. The
-        thread that saves has logged it before.
+        is left for the next save, or the end of training, where all ranks raise it together. The thread that saves has
+        logged it before.
 
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
@@ -286,8 +286,8 @@ class Run:
             reloaded_step: The step whose weights the trainer reloaded at the end (``load_best_model_at_end``); None if
                 it did not. If the last step is not saved, or the weights have changed since, the last save
                 (``save_last``) is labelled with it. The change is noticed only if the save of the last step was made
-                with ``remember_weights``, so a frontend that passes ``reloaded_step`` sets it for all that may be that
-                save.
+                with ``remember_weights``, so a frontend that passes ``reloaded_step`` must set ``remember_weights``
+                for every save that may turn out to be the one of the last step.
 
         Raises:
             XhfError: A save failed, or ranks could not vote, and ``on_error`` is 'raise'.
@@ -301,10 +301,10 @@ class Run:
                 self.ensure_connected()
             # Trainer knows its best checkpoint only on hosts that see that folder
             reloaded_step = self.collective.from_rank0('finish', lambda: reloaded_step)
+            is_saved = self.saved_at == step.iteration and not self._have_weights_changed()
         except XhfError as error:
             self.outcomes.raise_or_log(error, 'the last save')
             return
-        is_saved = self.saved_at == step.iteration and not self._have_weights_changed()
         if reloaded_step is not None and not is_saved:
             step = reloaded_step
         if self._options.save_last and not is_saved:

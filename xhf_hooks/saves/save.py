@@ -210,8 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Communicates nothing: the collective would be used only for specs with ``from_master``, which
-        :meth:`.Source.specs` never sets.
+        Communicates nothing: only reading fp32 masters would, and these specs are those of the weights themselves.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
@@ -321,7 +320,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if has_other_name:  # which rank 0 alone knows
+                if has_other_name:  # all ranks know that, but only rank 0 knows the name
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
@@ -374,12 +373,13 @@ class Save:
         tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
-            ('SUM', 'BXOR', 'MAX'),  # of a rank's bytes, each shifted to its place in the tensor (Tally.add)
+            # BXOR: the CRC-32 of a tensor is the XOR of its slices' CRC-32s, each shifted to its place (Tally.add)
+            ('SUM', 'BXOR', 'MAX'),
         )
         self._peak_nbytes = int(peak_nbytes[0])
 
     def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
-        """Commit on rank 0, once no other rank can fail; also: has the save another name, as foreign files have it?"""
+        """Commit on rank 0, once no other rank can fail. Also returns whether foreign files have taken the name."""
         saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
         with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []

@@ -19,7 +19,8 @@ class Unwrapped:
         root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
-        engine: DeepSpeed's engine, or its optimizer, which Trainer passes; None without DeepSpeed.
+        engine: DeepSpeed's engine; in Trainer's callback its optimizer, since callbacks get no engine
+            (integrations/transformers.py); None without DeepSpeed.
         run_config: The config of the run, from which exporters read what they need; empty without one.
     """
 
