@@ -86,7 +86,7 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     return {
         'saved': saved,
         'again': lines.count('WARNING', 'a connection between ranks had broken; they are connected again') > 0,
-        'deaf': lines.count('ERROR', 'no signal and no clock requests a save until the next save'),
+        'deaf': lines.count('ERROR', 'save_on_signal and interval_minutes have no effect until a save'),
         'errors': lines.count('ERROR', ''),
     }
 

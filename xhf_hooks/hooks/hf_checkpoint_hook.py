@@ -194,6 +194,7 @@ class HFCheckpointHook(RunFrontend, Hook):
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
                     # Of the runs that this one was resumed from: the hub has their folders
                     earlier += best_of_resumed_runs(hub)
+                    # These are the scores to beat; the hub gets this folder, for runs that are resumed from this one
                     for line in best.begin(saves.newest.path, earlier, hub):
                         saves.log.info(line)
         except XhfError:

@@ -11,7 +11,7 @@ Save = TypeVar('Save')
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest saves stay, and for good the first save at or after each multiple of so many iterations.
+    """The newest saves stay. With ``keep_every``, the first at or after each multiple of it stays for good, too.
 
     Attributes:
         max_keep: How many of the newest saves stay; -1 keeps all.

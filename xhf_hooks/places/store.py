@@ -4,6 +4,9 @@
         hf_model.json                    the pointer: which save is the newest, and which are complete
         hf_model_iter_500/...            a save, under its prefix; xhf_manifest.json is its last object
 
+Ranks share the upload of a save. Rank 0 says in the pointer which one it has begun, the other ranks read that and send
+their files, and rank 0 publishes the save when all are there.
+
 So two runs with one URL never meet, and need not coordinate: that would take conditional writes, which few stores
 have. A run deletes only what it has written itself, and lists nothing but its own saves. What a killed run leaves stays
 there, until somebody or a lifecycle rule of the store removes its prefix.
@@ -101,11 +104,11 @@ class StoredSaves:
         url: The prefix of the run.
         name: The target's name, such as ``hf_model``.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
-        warn: Called at once when a request fails, and with what was found that is not ours.
+        warn: Called when a request fails and is sent again, and with what was found that is not ours.
         keep_every: As in :class:`.Retention`.
 
     Raises:
-        StoreError: Every method but :meth:`clean_at_end` raises it if a request fails.
+        StoreError: Every method but :meth:`clean_at_end` raises it if a request fails again and again.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The frozen records that describe parts of a save. Those that describe a whole save are in :mod:`.plan`.
 
-They hold names, numbers and text, no tensors. Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
+Dtypes are safetensors codes (``'BF16'``, ``'F32'``, ``'I64'`` ...),
 see :mod:`xhf_hooks.format.safetensors`.
 """
 
@@ -82,7 +82,7 @@ class ExportEntry:
     """An output tensor: its name and shape in the folder, and the source tensors it is made from.
 
     Entries with the same ``combine`` object are made together. If ``combine`` is None, the entry is the single source
-    tensor, cast to the output dtype.
+    tensor, cast to the output dtype; or it is copied from the base (``copied_from``).
 
     Attributes:
         source_offset: Index of the first element if ``combine`` only cuts consecutive elements out of the single
@@ -111,8 +111,8 @@ class Placement:
 
     Attributes:
         owner: The rank that writes it, unless every rank writes its own slice.
-        source_offset: Index of its first element in the group's only source tensor; None if its elements are not
-            consecutive there.
+        source_offset: Index of its first element in the group's only source tensor: 0 for an entry without ``combine``.
+            None if ``combine`` must be called.
     """
 
     hf_name: str
@@ -126,7 +126,7 @@ class Placement:
 
     @property
     def source_range(self) -> range:
-        """The placement's elements in the group's only source tensor, if they are consecutive there."""
+        """The placement's elements in the group's only source tensor, if there is a ``source_offset``."""
         first = self.source_offset or 0
         return range(first, first + math.prod(self.shape))
 

@@ -113,8 +113,8 @@ class Run:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(info.identity, {str(target.path) for target in targets})
-        # Closes runs that were interrupted, such as one in an earlier notebook cell. A run whose callback begins this
-        # one is not among them: `close_earlier` finds a method of its trainer, by `info.identity`, on the call stack
+        # Closes runs that were interrupted, such as one in an earlier notebook cell. But if a callback of a running
+        # trainer begins this run, that outer run stays open: a method of its trainer is on the call stack
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -229,7 +229,7 @@ class Run:
             if self.outcomes.raises:
                 raise
             self.log.error(
-                f'no signal and no clock requests a save until the next save or validation connects again: {error}'
+                f'save_on_signal and interval_minutes have no effect until a save or validation connects again: {error}'
             )
             return
         # Before saved_at is read: here all ranks learn whether the save in flight failed

@@ -54,7 +54,7 @@ class Saver:
     Made by :meth:`prepare`.
 
     Attributes:
-        unwrapped: ``unwrapped.root``: the module whose tensors are read; ``unwrapped.model``: the exported one.
+        unwrapped: The bare model (``.model``), and what has its tensors (``.root``), such as an FSDP1 wrapper.
         source: Gives the model's tensors; made again at each save.
         preparation: The plan and what it was made from; made again when the model's tensors or config change.
         background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Communicates nothing: only reading fp32 masters would, and these specs are those of the weights themselves.
+        Communicates nothing: ``source.specs()`` are of the weights. (Only those of fp32 masters would communicate.)
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
@@ -312,7 +312,7 @@ class Save:
                 staging, files = self._collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
-                committed, has_other_name = self._commit(tally)
+                committed, name_was_taken = self._commit(tally)
             finally:
                 # After a commit both have nothing to remove. Only rank 0's target has opened a staging folder
                 for clean_up in (self._saver.writer.abort, self._target.abort):
@@ -320,7 +320,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if has_other_name:  # all ranks know that, but only rank 0 knows the name
+                if name_was_taken:  # by foreign files: all ranks know that, but only rank 0 knows the name instead
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
@@ -387,13 +387,13 @@ class Save:
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, target.name, self._step, self._cost(), warnings)
         path = target.path
-        with self._stage('commit') as has_other_name, errors_naming(target.path):
+        with self._stage('commit') as name_was_taken, errors_naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
                 # for this save; then no thread can be started
                 path = target.commit(written, saver.options.verify, workers=1 if self.in_background else None)
-                has_other_name.is_set = path != target.path
-        return replace(committed, path=path), has_other_name.is_set
+                name_was_taken.is_set = path != target.path
+        return replace(committed, path=path), name_was_taken.is_set
 
     def _cost(self) -> SaveCost:
         clock = self._clock

@@ -1,4 +1,4 @@
-"""The trained model without its wrappers: DeepSpeed's engine, DDP, FSDP1, torch.compile."""
+"""The trained model without its wrappers: DeepSpeed's engine, DDP, DataParallel, FSDP1, torch.compile."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Unwrapped:
         root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
-        engine: DeepSpeed's engine; in Trainer's callback its optimizer, since callbacks get no engine
-            (integrations/transformers.py); None without DeepSpeed.
+        engine: DeepSpeed's engine, which shows whether there are fp32 masters that cannot be read. Trainer's callback,
+            which gets no engine, gives DeepSpeed's optimizer instead. None without DeepSpeed.
         run_config: The config of the run, from which exporters read what they need; empty without one.
     """
 
