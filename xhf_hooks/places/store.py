@@ -4,12 +4,12 @@
         hf_model.json                    the pointer: which save is the newest, and which are complete
         hf_model_iter_500/...            a save, under its prefix; xhf_manifest.json is its last object
 
+Since each run has a prefix of its own, two runs with one URL never meet. They need not coordinate, which would take
+conditional writes, and few stores have those. A run deletes only what it has written itself, and lists nothing but its
+own saves. What a killed run leaves stays there, until somebody or a lifecycle rule of the store removes its prefix.
+
 Ranks share the upload of a save. Rank 0 says in the pointer which one it has begun, the other ranks read that and send
 their files, and rank 0 publishes the save when all are there.
-
-So two runs with one URL never meet, and need not coordinate: that would take conditional writes, which few stores
-have. A run deletes only what it has written itself, and lists nothing but its own saves. What a killed run leaves stays
-there, until somebody or a lifecycle rule of the store removes its prefix.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Pointer:
         step: Unit and number of the newest step.
         time: When this was written, in UTC.
         writing: Name of the save that is being written, if any.
-        number: Which save of the run that is.
+        number: Counts the committed saves of the run, over all targets: the number of the one whose upload rank 0 began
+            last. Rank 0 may skip saves; by it the other ranks see whether this is the save that they wait for.
     """
 
     format_version: int = _FORMAT_VERSION
@@ -144,7 +145,7 @@ class StoredSaves:
 
         Args:
             files: The names of its files.
-            number: Which save of this run it is, for other ranks that read the pointer.
+            number: As in :class:`Pointer`.
         """
         pointer, name = self._current(), f'{self.name}_{label}'
         names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))

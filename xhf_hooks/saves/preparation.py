@@ -82,21 +82,21 @@ def prepare_saves(
         specs = source.specs()
         entries = exporter.entries(specs, options.dtype)
         _require_values(unwrapped, entries)
-        read = _with_masters(specs, entries, options.dtype)
+        specs_to_read = _with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
-        spread = source.spread(read, collective)
+        spread = source.spread(specs_to_read, collective)
     with collective.stage('plan'):
-        if any(spec.from_master for spec in read):
+        if any(spec.from_master for spec in specs_to_read):
             refuse_unreadable_fp32_masters(unwrapped.engine)
-            source.require_masters_match_weights(read)
-        widened = _widened(read, entries, options.dtype)
+            source.require_masters_match_weights(specs_to_read)
+        widened = _widened(specs_to_read, entries, options.dtype)
         if widened:  # DeepSpeed at stage 0 has masters in 16-bit training, but no parameter refers to them
             refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
-        round_nbytes = max(1, bucket_nbytes // 2)  # an owner receives one while two wait for its disk
+        round_nbytes = max(1, bucket_nbytes // 2)  # so that buffers of both kinds, below, are small
         plan = make_plan(
             entries,
-            read,
+            specs_to_read,
             max_shard_nbytes=parse_size(options.max_shard_size),
             bucket_nbytes=bucket_nbytes,
             n_parameters=exporter.n_parameters,
@@ -108,7 +108,7 @@ def prepare_saves(
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
     require_same(collective, 'the save plan', plan.digest, lambda: describe_plan(plan))
-    with collective.stage('check loading'):  # before the first step, and in the thread that trains
+    with collective.stage('check loading'):
         notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
         for note in notes:
             log.info(note)
@@ -119,9 +119,10 @@ def prepare_saves(
             )
         warn_of_left_out(log, exporter, unwrapped.root)
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
-        # Two buffers to send from, which are as large as a bucket; three to receive into
-        received_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
-        extra_nbytes = max(gathered_nbytes, received_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
+        # Five buffers of one round each: two to send from (together one bucket), and three to receive into, of which
+        # one fills while two wait for the disk
+        round_buffers_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
+        extra_nbytes = max(gathered_nbytes, round_buffers_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
         preparation = Preparation(exporter, specs, plan, extra_nbytes)
     return preparation
 
@@ -132,8 +133,8 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
     Raises:
         ModelError: It names them.
     """
-    read = {name for entry in entries for name in entry.reads}
-    empty = [name for name, tensor in module_tensors(unwrapped.root) if tensor.is_meta and name in read]
+    read_names = {name for entry in entries for name in entry.reads}
+    empty = [name for name, tensor in module_tensors(unwrapped.root) if tensor.is_meta and name in read_names]
     if empty:
         raise ModelError(
             f'{counted(len(empty), "tensor")} on the meta device, which have no values: {some(empty, 5)}. device_map '
@@ -141,16 +142,16 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
         )
 
 
-def _widened(read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
+def _widened(specs_to_read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
     """Trained 16-bit tensors without an fp32 master that the option ``dtype`` makes fp32."""
     if dtype != 'F32':
         return []
     exported = {name for entry in entries for name in entry.reads}
-    return [spec.name for spec in read if spec.master_lost and spec.name in exported]
+    return [spec.name for spec in specs_to_read if spec.master_lost and spec.name in exported]
 
 
 def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:
-    """The specs with masters in place of 16-bit weights for outputs that the option ``dtype`` makes fp32."""
+    """All specs; for outputs that ``dtype`` makes fp32, that of the master, if there is one, in place of the weight's."""
     if dtype is None:
         return specs
     wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}

@@ -97,8 +97,8 @@ class Run:
             on_committed: Called with each committed save, in the thread that trains.
             on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
                 command of ``on_saved`` printed for it.
-            collective: Closed with this run, except that one from :meth:`.Collective.reused` stays open; None
-                connects the ranks anew.
+            collective: Connects the ranks; closed with this run. ``save_hf`` gives the one that all its calls share
+                (:meth:`.Collective.reused`), whose ``close`` does nothing. None connects the ranks anew.
 
         Raises:
             XhfError: Saves will not work; the same on every rank.
@@ -113,8 +113,8 @@ class Run:
         if unwrapped.engine is not None:
             require_packages('deepspeed')
         registration = RunRegistration(info.identity, {str(target.path) for target in targets})
-        # Closes runs that were interrupted, such as one in an earlier notebook cell. But if a callback of a running
-        # trainer begins this run, that outer run stays open: a method of its trainer is on the call stack
+        # Closes runs that were interrupted, such as one in an earlier notebook cell. An earlier run whose own callback
+        # begins this one is not interrupted, and stays open: it is recognized by a method of its trainer on the stack
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)

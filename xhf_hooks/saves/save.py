@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Communicates nothing: ``source.specs()`` are of the weights. (Only those of fp32 masters would communicate.)
+        Needs no other rank: the collective only finds out who holds fp32 masters, and these specs are of the weights.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
