@@ -63,7 +63,7 @@ def save_over_broken_connections(folder: Path, async_save: bool) -> dict[str, An
     """Runs on: all ranks."""
     lines, before = Lines(), sockets()
     options: dict[str, Any] = dict(async_save=async_save, save_on_signal='SIGUSR2', on_error='continue')
-    saves = open_run(odd_llama(), folder, collective=Collective.connect(), identity=lines, **options)
+    saves = open_run(odd_llama(), folder, collective=Collective.connect(), trainer=lines, **options)
     ours = {fd: target for fd, target in sockets().items() if before.get(fd) != target}
     saves.save_if_requested(iteration(1))
     saves.save(iteration(1))

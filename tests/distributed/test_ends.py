@@ -50,7 +50,7 @@ class Run:
             deepspeed.init_distributed(dist_backend='gloo')
             Uploads.patience_secs = 1.0  # with ranks that have ended
             options |= dict(on_saved='sleep 1000')
-        self.saves = open_run(odd_llama(), self.folder, identity=self, **options)
+        self.saves = open_run(odd_llama(), self.folder, trainer=self, **options)
 
     def save(self, number: int = STEP) -> None:
         self.saves.save(iteration(number))

@@ -82,7 +82,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             out_dir,
             schedule=None if self._schedule.interval <= 0 else str(self._schedule),
             tokenizer=runner.cfg.get('tokenizer'),
-            identity=runner,
+            trainer=runner,
             timestamp=runner.timestamp,
             # What killed runs left next to the target is always removed. But without out_dir, each run has a target of
             # its own, in a folder of work_dir
@@ -158,7 +158,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             ]
 
         if saves.saving_to not in (None, saves.newest):
-            saves.wait_for_background_save()  # a score counts once its best save is committed (_note_committed)
+            # A best save is in flight: its score is remembered after its commit, before new scores are compared
+            saves.wait_for_background_save()
         try:
             with saves.collective.stage('comparing scores'):
                 saves.ensure_connected()
@@ -182,7 +183,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             self.saves.log.info(f'best {metric} so far, {score:.4f}')
         self._visualize(runner, committed.step, scalars(committed))
 
-    def _learn_of_best(self, best: BestMetric, hub: MessageHub) -> None:
+    def _learn_of_best(self, best: BestMetric, message_hub: MessageHub) -> None:
         """Read the scores of earlier best saves from their manifests. Runs on: all ranks.
 
         MMEngine's checkpoint holds a best score, too (in the message hub), but may be older than the best save.
@@ -192,10 +193,10 @@ class HFCheckpointHook(RunFrontend, Hook):
             with saves.collective.stage('preflight'):
                 if saves.collective.rank == 0:
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
-                    # Of the runs that this one was resumed from: the hub has their folders
-                    earlier += best_of_resumed_runs(hub)
-                    # These are the scores to beat; the hub gets this folder, for runs that are resumed from this one
-                    for line in best.begin(saves.newest.path, earlier, hub):
+                    # Of the runs that this one was resumed from: the message hub has the paths of their folders
+                    earlier += best_of_resumed_runs(message_hub)
+                    # The scores to beat. The message hub also gets the path of this folder, for runs resumed from this one
+                    for line in best.begin(saves.newest.path, earlier, message_hub):
                         saves.log.info(line)
         except XhfError:
             self.close()

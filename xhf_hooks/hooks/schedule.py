@@ -30,15 +30,15 @@ def counts_epochs(runner: Any) -> bool:
     """Whether training counts epochs. In IterBasedTrainLoop and XTuner's TrainLoop, the whole training is one epoch."""
     if isinstance(runner.train_loop, (EpochBasedTrainLoop, IterBasedTrainLoop)):
         return isinstance(runner.train_loop, EpochBasedTrainLoop)
-    own = _checkpoint_hook(runner)  # an unknown loop: do as the run's CheckpointHook does
-    return own is None or own.by_epoch
+    checkpoint_hook = _checkpoint_hook(runner)  # an unknown loop: do as the run's CheckpointHook does
+    return checkpoint_hook is None or checkpoint_hook.by_epoch
 
 
 def resolve_schedule(runner: Any, interval: int | None, by_epoch: bool | None) -> Schedule:
     """The schedule that the hook's options set, or else that of the run's CheckpointHook."""
-    own = _checkpoint_hook(runner)
-    if interval is None and own is not None:
-        return Schedule(own.interval, own.by_epoch, own.save_begin)
+    checkpoint_hook = _checkpoint_hook(runner)
+    if interval is None and checkpoint_hook is not None:
+        return Schedule(checkpoint_hook.interval, checkpoint_hook.by_epoch, checkpoint_hook.save_begin)
     return Schedule(interval or -1, counts_epochs(runner) if by_epoch is None else by_epoch)
 
 

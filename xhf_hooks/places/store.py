@@ -58,8 +58,8 @@ class Pointer:
         step: Unit and number of the newest step.
         time: When this was written, in UTC.
         writing: Name of the save that is being written, if any.
-        number: Counts the committed saves of the run, over all targets: the number of the one whose upload rank 0 began
-            last. Rank 0 may skip saves; by it the other ranks see whether this is the save that they wait for.
+        number: Serial number of the save whose upload rank 0 began last; all committed saves of the run are numbered,
+            over all targets. Rank 0 may skip some, so other ranks compare it with that of the save that they wait for.
     """
 
     format_version: int = _FORMAT_VERSION

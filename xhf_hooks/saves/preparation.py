@@ -90,10 +90,12 @@ def prepare_saves(
             refuse_unreadable_fp32_masters(unwrapped.engine)
             source.require_masters_match_weights(specs_to_read)
         widened = _widened(specs_to_read, entries, options.dtype)
-        if widened:  # DeepSpeed at stage 0 has masters in 16-bit training, but no parameter refers to them
+        # 16-bit weights that will be written as fp32. At stage 0 DeepSpeed does keep fp32 masters, but it is unknown of
+        # which parameters: then that is an error
+        if widened:
             refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
-        round_nbytes = max(1, bucket_nbytes // 2)  # so that buffers of both kinds, below, are small
+        round_nbytes = max(1, bucket_nbytes // 2)  # half a bucket keeps the buffers to send and receive small
         plan = make_plan(
             entries,
             specs_to_read,
@@ -118,6 +120,7 @@ def prepare_saves(
                 f'({some(widened)}); their 16-bit weights are widened'
             )
         warn_of_left_out(log, exporter, unwrapped.root)
+        # `memory_factor`: how many times the size of a bucket its gather needs
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
         # Five buffers of one round each: two to send from (together one bucket), and three to receive into, of which
         # one fills while two wait for the disk
@@ -143,7 +146,7 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
 
 
 def _widened(specs_to_read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
-    """Trained 16-bit tensors without an fp32 master that the option ``dtype`` makes fp32."""
+    """Trained 16-bit tensors without a master that was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
     if dtype != 'F32':
         return []
     exported = {name for entry in entries for name in entry.reads}
@@ -151,7 +154,7 @@ def _widened(specs_to_read: Sequence[TensorSpec], entries: Sequence[ExportEntry]
 
 
 def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:
-    """All specs; for outputs that ``dtype`` makes fp32, that of the master, if there is one, in place of the weight's."""
+    """All specs; for outputs that ``dtype`` makes fp32, the master's in place of the weight's, if there is one."""
     if dtype is None:
         return specs
     wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}

@@ -112,9 +112,10 @@ class Run:
         work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        registration = RunRegistration(info.identity, {str(target.path) for target in targets})
-        # Closes runs that were interrupted, such as one in an earlier notebook cell. An earlier run whose own callback
-        # begins this one is not interrupted, and stays open: it is recognized by a method of its trainer on the stack
+        registration = RunRegistration(info.trainer, {str(target.path) for target in targets})
+        # Closes earlier runs that were interrupted, such as one in an earlier notebook cell. An exception: training B
+        # may be started inside a callback of training A. Then A still runs, and stays open. This is so if a method of
+        # A's trainer is on Python's call stack
         registration.close_earlier(log)
         with ExitStack() as ending:
             ending.callback(registration.unregister)
@@ -143,7 +144,7 @@ class Run:
             run._ending = ending.pop_all()
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
         # no thread, no signal handler and no argument of `finalize` may hold a reference to this object, or to
-        # `info.identity` (such as MMEngine's runner, which has the model). The registration may, since nothing but this
+        # `info.trainer` (such as MMEngine's runner, which has the model). The registration may, since nothing but this
         # object and a weak set refers to the registration: a cycle, which is collected
         weakref.finalize(run, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
         registration.register(run.close)
@@ -343,7 +344,8 @@ class Run:
         if self._saved_checksum is None:  # made without remember_weights: they count as unchanged
             return False
         has_changed = True
-        with contextlib.suppress(Exception):  # of this rank alone: what cannot be read fails again in the save
+        # An error may be of one rank alone. It counts as a change: then all ranks vote, save, and get it from the save
+        with contextlib.suppress(Exception):
             has_changed = self._saver.checksum_weights() != self._saved_checksum
         return self.collective.any(has_changed, 'finish')
 

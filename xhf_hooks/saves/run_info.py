@@ -16,7 +16,7 @@ class RunInfo:
         folder: The folder of the newest save.
         schedule: Describes the schedule, for the log; None means no schedule.
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
-        identity: Identifies the run, such as MMEngine's runner. A later run closes this one if it was interrupted
+        trainer: The object that trains, such as MMEngine's runner. A later run closes this one if it was interrupted
             (:class:`.RunRegistration`); a second hook of the same run does not.
         timestamp: When the run began, as MMEngine writes it, such as '20261127_201530'; None: it begins now. Uploads
             of the run are named after it.
@@ -28,7 +28,7 @@ class RunInfo:
     folder: Path
     schedule: str | None
     tokenizer: Any | None = None
-    identity: object | None = None
+    trainer: object | None = None
     timestamp: str | None = None
     remove_leftovers_in: Path | None = None
     may_replace: bool = True

@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Needs no other rank: the collective only finds out who holds fp32 masters, and these specs are of the weights.
+        Needs no other rank: only specs of fp32 masters (``from_master``) would use the collective. Here are none.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)

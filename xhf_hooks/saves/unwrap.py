@@ -37,7 +37,9 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     Args:
         other_wrappers: More classes that hold the model as ``module``.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel  # conversions do without: it takes half a second
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,  # here, since the converter does without, and it takes half a second
+    )
 
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     manifest_fields: dict[str, Any] = {'engine': 'torch'}

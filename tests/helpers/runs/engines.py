@@ -81,12 +81,12 @@ def open_run(
     folder: Path,
     logger: logging.Logger | None = None,
     *,
-    identity: object | None = None,
+    trainer: object | None = None,
     collective: Collective | None = None,
     **options: Any,
 ) -> Run:
     """The saves of a run with these RunOptions. Runs on: all ranks."""
-    info = RunInfo(folder, schedule='now', identity=identity)
+    info = RunInfo(folder, schedule='now', trainer=trainer)
     log = RunLog(logger or logging.getLogger('test'), 'test')
     return Run.open(unwrap(model), info, RunOptions(**options), log, collective=collective)
 

@@ -45,7 +45,7 @@ class Frontend:
         log = RunLog(logging.getLogger('test'), 'test')
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
-        info = RunInfo(folder, schedule='now', identity=self, extra_suffixes=suffixes)
+        info = RunInfo(folder, schedule='now', trainer=self, extra_suffixes=suffixes)
         saves = Run.open(unwrap(self.model), info, options, log, on_result=on_result)
         self.saves.append(saves)
         return saves
