@@ -195,7 +195,7 @@ class HFCheckpointHook(RunFrontend, Hook):
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
-                    # The scores to beat. The message hub also gets the path of this folder, for runs resumed from this one
+                    # The scores to beat. The message hub gets the path of this folder, for runs resumed from this one
                     for line in best.begin(saves.newest.path, earlier, message_hub):
                         saves.log.info(line)
         except XhfError:

@@ -154,7 +154,7 @@ class Group:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each slice of an output is a slice of the only source tensor."""
+        """Whether each output is a range of consecutive elements of the only source tensor."""
         return all(placement.source_offset is not None for placement in self.placements)
 
     @property

@@ -146,7 +146,7 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
 
 
 def _widened(specs_to_read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
-    """Trained 16-bit tensors without a master that was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
+    """Trained 16-bit tensors of which no master was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
     if dtype != 'F32':
         return []
     exported = {name for entry in entries for name in entry.reads}

@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Needs no other rank: only specs of fp32 masters (``from_master``) would use the collective. Here are none.
+        Needs no other rank: only fp32 masters would use the collective, and ``source.specs()`` never asks for those.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
