@@ -84,8 +84,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             trainer=runner,
             timestamp=runner.timestamp,
-            # What killed runs left next to the target is always removed. But without out_dir, each run has a target of
-            # its own, in a folder of work_dir
+            # What killed runs left next to the target is always removed. Without out_dir each run has a folder of its
+            # own in work_dir, so that what they left is in theirs: search those, too
             remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,

@@ -66,7 +66,7 @@ def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway
     if is_one_epoch:
         found = f'{schedule}, but this train loop counts iterations: its one epoch is all of training'
     if (is_never or is_late) and not saves_anyway:
-        expected = 'one' if is_never else 'a smaller one'
+        expected = 'an interval' if is_never else 'a smaller interval'
         expected += ', or save_last=True, or ' + ('a validation for save_best' if lacks_scores else 'save_best')
         expected += ': nothing would ever be saved'
         raise OptionError('interval', expected, schedule.interval if is_never else found)

@@ -58,8 +58,8 @@ class Pointer:
         step: Unit and number of the newest step.
         time: When this was written, in UTC.
         writing: Name of the save that is being written, if any.
-        number: Serial number, over all targets, of the save whose upload rank 0 began last. Rank 0 skips the upload of a
-            save if a newer one is there: a rank that waits to upload save 7, and reads 8 here, knows that 7 was skipped.
+        number: Serial number, over all targets, of the save whose upload rank 0 began last. Rank 0 skips the upload of
+            a save if a newer one is there: a rank that waits to upload save 7, and reads 8, knows that 7 was skipped.
     """
 
     format_version: int = _FORMAT_VERSION

@@ -183,8 +183,8 @@ class Run:
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                # All waits at the end of a run take exit_wait_secs together. If a signal began to end the process, and
-                # the user's handler then let it go on, some of these seconds are used up: count anew
+                # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time, and
+                # the user's handler then have let the process live on: count anew
                 self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
@@ -210,8 +210,9 @@ class Run:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
 
         Args:
-            vote_now: False, at the end of an iteration: act on a vote that was started one iteration ago, if there was
-                one, without waiting. True, at the end of a validation or of training: wait for all ranks and vote now.
+            vote_now: The vote asks whether a rank was asked for a save. False, at the end of an iteration: act on the
+                answer to the vote that was started one iteration ago, if one was, without waiting. True, at the end of
+                a validation or of training: wait for all ranks and vote now.
             remember_weights: As in :meth:`save`.
 
         Raises:

@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Needs no other rank: only fp32 masters would use the collective, and ``source.specs()`` never asks for those.
+        Needs no other rank: only specs with ``from_master`` use the collective, and :meth:`.Source.specs` sets none.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)

@@ -32,9 +32,13 @@ def test_a_validation_that_begins_after_the_end_is_none(run, expected):
 @pytest.mark.parametrize(
     ('interval', 'lacks_scores', 'said'),
     [
-        (-1, False, 'expected one, or save_last=True, or save_best: nothing would ever be saved, found -1'),
+        (-1, False, 'expected an interval, or save_last=True, or save_best: nothing would ever be saved, found -1'),
         (-1, True, 'or a validation for save_best: nothing would ever be saved, found -1'),
-        (400, False, 'expected a smaller one, or save_last=True, or save_best: nothing would ever be saved, found'),
+        (
+            400,
+            False,
+            'expected a smaller interval, or save_last=True, or save_best: nothing would ever be saved, found',
+        ),
     ],
 )
 def test_a_run_that_would_save_nothing(interval, lacks_scores, said):
