@@ -183,8 +183,8 @@ class Run:
                 self.ensure_connected()
                 self.wait_for_background_save()
                 self._warn_if_reconnected(self._saver.ensure_connected())
-                # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time, and
-                # the user's handler then have let the process live on: count anew
+                # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
+                # and the user's handler may have let the process live on: count anew
                 self._work.tasks.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self.outcomes.log_outcome, step)
