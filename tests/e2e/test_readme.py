@@ -39,7 +39,7 @@ AFTER_THE_DEMO = [
 XTUNER_FROM_NOTHING = (
     'python3.10 -m venv xtuner-env && source xtuner-env/bin/activate',
     'pip install torch==2.4.1 torchvision==0.19.1',
-    'pip install xtuner==0.1.23 transformers==4.39.0 peft==0.13.2 deepspeed==0.16.1 mmengine==0.10.5 \\',
+    "pip install 'xtuner[deepspeed]==0.1.23' transformers==4.39.0 peft==0.13.2 deepspeed==0.16.1 mmengine==0.10.5 \\",
     "    datasets==3.1.0 accelerate==1.2.0 huggingface-hub==0.26.5 'numpy<2' 'setuptools<81'",
     'pip install /path/of/this/clone',
     'xtuner copy-cfg internlm2_chat_1_8b_full_alpaca_e3 .',
@@ -103,13 +103,16 @@ def test_every_command_is_known_here():
 
 def test_the_courses_packages_are_those_tested():
     pinned = (ROOT / 'requirements' / 'xtuner-0.1.txt').read_text().replace('_', '-').splitlines()
-    named = re.findall(r'[\w-]+==[\d.]+', ' '.join(XTUNER_FROM_NOTHING))
-    assert len(named) == 10 and [one for one in named if one not in pinned] == ['xtuner==0.1.23']  # in its no_deps file
+    named = re.findall(r'[\w-]+(?:\[\w+\])?==[\d.]+', ' '.join(XTUNER_FROM_NOTHING))
+    assert len(named) == 10 and [one for one in named if one not in pinned] == [
+        'xtuner[deepspeed]==0.1.23'
+    ]  # in its no_deps file
 
 
 def test_every_block_of_code_is_run():
-    """By the test that names some of its words, here, with vLLM's server, or with a signature."""
-    files = (Path(__file__), Path(__file__).with_name('test_signatures.py'), ROOT / 'tests/trainers/test_vllm.py')
+    """By the test that names some of its words, here, with vLLM's server, a signature, or on two ranks."""
+    others = ('tests/e2e/test_signatures.py', 'tests/trainers/test_vllm.py', 'tests/distributed/test_zoo.py')
+    files = [Path(__file__), *(ROOT / other for other in others)]
     source = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     for page in PAGES:
         for block in blocks('python', page):
