@@ -80,7 +80,7 @@ class BestMetric(CheckpointHook):
                 'save_best', "metrics that differ in more than '/' and '_', which name folders", save_best
             )
 
-    def begin(self, newest: Path, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
+    def take_over_scores(self, newest: Path, earlier: Sequence[BestSave], hub: MessageHub) -> list[str]:
         """Take over the scores of earlier saves; returns log messages. Runs on: rank 0.
 
         Args:

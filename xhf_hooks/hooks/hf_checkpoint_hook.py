@@ -66,7 +66,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
         out_dir = Path(options.out_dir or Path(runner.log_dir, 'hf_model'))
-        # It may lie inside work_dir, but a save must not replace work_dir
+        # A save replaces out_dir as a whole: it must not be work_dir, nor hold it. Inside work_dir it is fine
         require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         _warn_about_hooks_of_this_name(runner, log)
         self._schedule = resolve_schedule(runner, options.interval, options.by_epoch)
@@ -84,8 +84,8 @@ class HFCheckpointHook(RunFrontend, Hook):
             tokenizer=runner.cfg.get('tokenizer'),
             trainer=runner,
             timestamp=runner.timestamp,
-            # What killed runs left next to the target is always removed. Without out_dir each run has a folder of its
-            # own in work_dir, so that what they left is in theirs: search those, too
+            # Leftovers of killed runs next to the target are always removed. Without out_dir each run saves into a
+            # folder of its own in work_dir, so leftovers of earlier runs lie in their folders: search those, too
             remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,
@@ -195,8 +195,8 @@ class HFCheckpointHook(RunFrontend, Hook):
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
-                    # The scores to beat. The message hub gets the path of this folder, for runs resumed from this one
-                    for line in best.begin(saves.newest.path, earlier, message_hub):
+                    # Those are now the scores to beat, and the message hub has this folder's path, for resumed runs
+                    for line in best.take_over_scores(saves.newest.path, earlier, message_hub):
                         saves.log.info(line)
         except XhfError:
             self.close()

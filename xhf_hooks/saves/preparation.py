@@ -82,23 +82,23 @@ def prepare_saves(
         specs = source.specs()
         entries = exporter.entries(specs, options.dtype)
         _require_values(unwrapped, entries)
-        specs_to_read = _with_masters(specs, entries, options.dtype)
+        specs_with_masters = _with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
-        spread = source.spread(specs_to_read, collective)
+        spread = source.spread(specs_with_masters, collective)
     with collective.stage('plan'):
-        if any(spec.from_master for spec in specs_to_read):
+        if any(spec.from_master for spec in specs_with_masters):
             refuse_unreadable_fp32_masters(unwrapped.engine)
-            source.require_masters_match_weights(specs_to_read)
-        widened = _widened(specs_to_read, entries, options.dtype)
-        # 16-bit weights that will be written as fp32. At stage 0 DeepSpeed does keep fp32 masters, but it is unknown of
-        # which parameters: then that is an error
+            source.require_masters_match_weights(specs_with_masters)
+        widened = _widened(specs_with_masters, entries, options.dtype)
+        # Trained 16-bit weights without a master that can be read: there is a warning (below) if there are no masters,
+        # and an error if DeepSpeed has some but does not show which parameter each belongs to, as at stage 0
         if widened:
             refuse_unnamed_fp32_masters(unwrapped.engine)
         source.require_readable({name for entry in entries for name in entry.reads})
         round_nbytes = max(1, bucket_nbytes // 2)  # half a bucket keeps the buffers to send and receive small
         plan = make_plan(
             entries,
-            specs_to_read,
+            specs_with_masters,
             max_shard_nbytes=parse_size(options.max_shard_size),
             bucket_nbytes=bucket_nbytes,
             n_parameters=exporter.n_parameters,
@@ -145,16 +145,16 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
         )
 
 
-def _widened(specs_to_read: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
+def _widened(specs_with_masters: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
     """Trained 16-bit tensors of which no master was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
     if dtype != 'F32':
         return []
-    exported = {name for entry in entries for name in entry.reads}
-    return [spec.name for spec in specs_to_read if spec.master_lost and spec.name in exported]
+    read_names = {name for entry in entries for name in entry.reads}
+    return [spec.name for spec in specs_with_masters if spec.master_lost and spec.name in read_names]
 
 
 def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:
-    """All specs; for outputs that ``dtype`` makes fp32, the master's in place of the weight's, if there is one."""
+    """All specs; where ``dtype`` makes an output fp32, and there is a master, its spec in place of the weight's."""
     if dtype is None:
         return specs
     wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}

@@ -366,10 +366,10 @@ class Run:
         """
         if not self._registration.is_of_this_process:
             return
-        # Waits for saves and uploads for at most exit_wait_secs, then drops the rest, but no save that is being made
+        # Waits at most exit_wait_secs for saves and uploads, then drops what is left, except a save being written
         self._work.tasks.close()
         with contextlib.suppress(Exception):  # of any type: the thread that saves has logged it
-            self.wait_for_background_save()  # that one, without a limit: the folder must stay locked meanwhile
+            self.wait_for_background_save()  # for that save, however long: the folder stays locked until it ends
         self._ending.close()
         if self._work.requests is not None:
             self._work.requests.end_process_if_signaled()  # at once: the tasks above are closed

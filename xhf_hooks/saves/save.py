@@ -210,7 +210,7 @@ class Saver:
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
 
-        Needs no other rank: only specs with ``from_master`` use the collective, and :meth:`.Source.specs` sets none.
+        Needs no other rank: only reading fp32 masters uses the collective; these specs are of the weights themselves.
         """
         source = source_for(self.unwrapped.root)
         return checksum_local_elements(source, source.specs(), self.collective)
@@ -320,7 +320,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if name_was_taken:  # by foreign files: all ranks know that, but only rank 0 knows the name instead
+                if name_was_taken:  # by foreign files: the flag told all ranks, but only rank 0 knows the new path
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())

@@ -19,8 +19,8 @@ class Unwrapped:
         root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
-        engine: DeepSpeed's engine, which shows whether there are fp32 masters that cannot be read. Trainer's callback,
-            which gets no engine, gives DeepSpeed's optimizer instead. None without DeepSpeed.
+        engine: DeepSpeed's engine, or its optimizer (Trainer's callback gets no engine); None without DeepSpeed. By it
+            ``dtype='float32'`` is refused where DeepSpeed keeps fp32 masters in a form that no source can read.
         run_config: The config of the run, from which exporters read what they need; empty without one.
     """
 

@@ -93,9 +93,9 @@ def test_a_score_comes_back_from_the_manifest(score):
 def test_a_save_without_a_score_is_not_replaced_unless_the_checkpoint_has_one(text, hub):
     earlier = [BestSave.described_by(text.encode(), 'hf_best', 'best')]
     with pytest.raises(TargetError, match='hf_best has no recorded score'):
-        BestMetric('acc', None).begin(Path('hf_model'), earlier, hub)
+        BestMetric('acc', None).take_over_scores(Path('hf_model'), earlier, hub)
     hub.update_info('hf_checkpoint_best_score_acc', 2.5)
-    assert BestMetric('acc', None).begin(Path('hf_model'), earlier, hub) == ['best acc so far: 2.5000']
+    assert BestMetric('acc', None).take_over_scores(Path('hf_model'), earlier, hub) == ['best acc so far: 2.5000']
 
 
 def test_metrics_that_would_share_a_folder_are_refused_when_the_hook_is_built():
@@ -116,7 +116,9 @@ def test_metrics_that_would_share_a_folder_are_refused_when_the_hook_is_built():
 def test_a_folder_that_auto_may_not_replace_does_not_end_the_run(content, words, hub):
     """The metric is known hours after training began. It is told once, and nothing is saved there."""
     best, said = BestMetric('auto', 'greater'), []
-    best.begin(Path('hf_model'), [BestSave.described_by(json.dumps(content).encode(), 'hf_best', 'best')], hub)
+    best.take_over_scores(
+        Path('hf_model'), [BestSave.described_by(json.dumps(content).encode(), 'hf_best', 'best')], hub
+    )
     assert [best.improved({'acc': score}, hub, said.append) for score in (1, 2)] == [{}, {}]
     told = f'hf_best {words} Move it away, or set out_dir, for the next run'
     assert said == [f"save_best: this run makes no best saves by the metric 'acc': {told}"]
