@@ -195,7 +195,7 @@ class HFCheckpointHook(RunFrontend, Hook):
                     earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
-                    # Those are now the scores to beat, and the message hub has this folder's path, for resumed runs
+                    # Makes these the scores to beat, and adds this folder to the message hub, for runs resumed later
                     for line in best.take_over_scores(saves.newest.path, earlier, message_hub):
                         saves.log.info(line)
         except XhfError:

@@ -32,7 +32,7 @@ class Retention:
         ordered = list(saves)
         if self.max_keep == -1:
             return []
-        first: dict[int, int] = {}  # for n = 1, 2, ...: place of the first save from n * keep_every on
+        first: dict[int, int] = {}  # n: place of the first save before (n + 1) * keep_every, and from n * keep_every on
         for place, (_, iteration) in enumerate(ordered if self.keep_every is not None else ()):
             multiple = iteration // (self.keep_every or 1)
             # Of two saves of one iteration, which a resumed run makes, the one committed last stays

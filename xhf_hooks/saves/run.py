@@ -211,8 +211,8 @@ class Run:
 
         Args:
             vote_now: The vote asks whether a rank was asked for a save. False, at the end of an iteration: act on the
-                answer to the vote that was started one iteration ago, if one was, without waiting. True, at the end of
-                a validation or of training: wait for all ranks and vote now.
+                answer to the vote that an earlier call started, and start one if it is time, without waiting. True, at
+                the end of a validation or of training: wait for all ranks and vote now.
             remember_weights: As in :meth:`save`.
 
         Raises:

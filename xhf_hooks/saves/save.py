@@ -373,7 +373,7 @@ class Save:
         tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
-            # BXOR: the CRC-32 of a tensor is the XOR of its slices' CRC-32s, each shifted to its place (Tally.add)
+            # BXOR: of the CRC-32s of slices, advanced past the bytes that follow (Tally.add), it gives the tensor's
             ('SUM', 'BXOR', 'MAX'),
         )
         self._peak_nbytes = int(peak_nbytes[0])
