@@ -483,7 +483,7 @@ class RunOptions(SaveOptions):
         None,
         "URL of an object store, such as 's3://bucket/run' (gs, az, oss and all else that fsspec supports), or of a "
         "storage bucket of the Hub, 'hf://buckets/OWNER/NAME/run'. Each committed save is uploaded in the background, "
-        'under a prefix of the run, such as ``20261127_201530_3f9a1c/hf_model_iter_500``. ``hf_model.json`` beside it '
+        'under a prefix of the run, such as ``20261127_201530_3f9a1c/hf_model_iter_500``. ``hf_model.json`` next to it '
         'names the newest save.',
         _store_url,
     )

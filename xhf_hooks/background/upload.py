@@ -176,7 +176,7 @@ class Uploads(EachSave[UploadJob]):
 
         A later one may be of another folder, such as that of the best save, which has a pointer of its own.
         """
-        for name in {each.name: None for each in [job, *self._waiting]}:
+        for name in dict.fromkeys(each.name for each in [job, *self._waiting]):
             pointer = read_pointer(self._destinations[name].store, name)
             if pointer is not None and pointer.number >= job.number:
                 return pointer
@@ -224,7 +224,7 @@ def start_uploads(
         keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
-        AgreedError: Rank 0 cannot write beside the first of ``finals``, by which it is tried whether all ranks see it.
+        AgreedError: Rank 0 cannot write next to the first of ``finals``, by which it is tried whether all ranks see it.
     """
     url = f'{url}/{collective.from_rank0("preflight", partial(run_prefix, timestamp))}'
     newest, *extra = (final.name for final in finals)

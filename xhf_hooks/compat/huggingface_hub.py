@@ -35,16 +35,14 @@ class Split:
 def split_state_dict(
     items: Mapping[str, Item],
     get_storage_size: Callable[[Item], int],
-    get_storage_id: Callable[[Item], Any],
     filename_pattern: str,
     max_shard_size: int,
 ) -> Any:
-    """Split a state dict into weight files, as ``save_pretrained`` does. Runs on: all ranks, with the same result.
+    """Split tensors into weight files as ``save_pretrained`` does. Runs on: all ranks, with the same result.
 
     Args:
         items: A stand-in for each tensor, by its name, in the order of saving.
-        get_storage_size: Returns the bytes of a tensor's storage.
-        get_storage_id: Returns what tensors of one storage share; None for a tensor of its own.
+        get_storage_size: Returns the bytes of a tensor, which shares its storage with no other one.
         filename_pattern: Name of a file, with ``{suffix}`` for its number.
         max_shard_size: Most bytes of a file, unless one tensor alone is larger.
 
@@ -56,7 +54,7 @@ def split_state_dict(
         return factory(
             items,
             get_storage_size=get_storage_size,
-            get_storage_id=get_storage_id,
+            get_storage_id=lambda item: None,
             filename_pattern=filename_pattern,
             max_shard_size=max_shard_size,
         )

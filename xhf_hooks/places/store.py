@@ -141,7 +141,7 @@ class StoredSaves:
         self._write(Pointer())
 
     def begin(self, label: str, files: Collection[str], number: int = 0) -> str:
-        """Begin a save, such as that of ``iter_500``, and tell the other ranks by the pointer; returns its name.
+        """Begin a save, such as that of ``iter_500``, and announce it to all ranks in the pointer; returns its name.
 
         Args:
             files: The names of its files.

@@ -149,8 +149,6 @@ def _lay_out(
     split = split_state_dict(
         entry_of,
         get_storage_size=lambda entry: entry.nbytes,
-        # save_pretrained keeps experts in one file whose memory is shared while it cuts a model. Here nothing is
-        get_storage_id=lambda entry: None,
         filename_pattern=file_set.stem + '{suffix}' + WEIGHTS_SUFFIX,
         max_shard_size=max_shard_nbytes,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from xhf_hooks.collective import Collective
@@ -81,7 +81,8 @@ def prepare_saves(
         )
         specs = source.specs()
         entries = exporter.entries(specs, options.dtype)
-        _require_values(unwrapped, entries)
+        read_names = {name for entry in entries for name in entry.reads}
+        _require_values(unwrapped, read_names)
         specs_with_masters = _with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
         spread = source.spread(specs_with_masters, collective)
@@ -89,12 +90,12 @@ def prepare_saves(
         if any(spec.from_master for spec in specs_with_masters):
             refuse_unreadable_fp32_masters(unwrapped.engine)
             source.require_masters_match_weights(specs_with_masters)
-        widened = _widened(specs_with_masters, entries, options.dtype)
+        widened = _widened(specs_with_masters, read_names, options.dtype)
         # Trained 16-bit weights without a master that can be read: there is a warning (below) if there are no masters,
         # and an error if DeepSpeed has some but does not show which parameter each belongs to, as at stage 0
         if widened:
             refuse_unnamed_fp32_masters(unwrapped.engine)
-        source.require_readable({name for entry in entries for name in entry.reads})
+        source.require_readable(read_names)
         round_nbytes = max(1, bucket_nbytes // 2)  # half a bucket keeps the buffers to send and receive small
         plan = make_plan(
             entries,
@@ -130,13 +131,12 @@ def prepare_saves(
     return preparation
 
 
-def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> None:
+def _require_values(unwrapped: Unwrapped, read_names: Set[str]) -> None:
     """Refuse tensors on the meta device.
 
     Raises:
         ModelError: It names them.
     """
-    read_names = {name for entry in entries for name in entry.reads}
     empty = [name for name, tensor in module_tensors(unwrapped.root) if tensor.is_meta and name in read_names]
     if empty:
         raise ModelError(
@@ -145,11 +145,10 @@ def _require_values(unwrapped: Unwrapped, entries: Sequence[ExportEntry]) -> Non
         )
 
 
-def _widened(specs_with_masters: Sequence[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[str]:
+def _widened(specs_with_masters: Sequence[TensorSpec], read_names: Set[str], dtype: str | None) -> list[str]:
     """Trained 16-bit tensors of which no master was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
     if dtype != 'F32':
         return []
-    read_names = {name for entry in entries for name in entry.reads}
     return [spec.name for spec in specs_with_masters if spec.master_lost and spec.name in read_names]
 
 

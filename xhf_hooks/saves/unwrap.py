@@ -37,9 +37,8 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     Args:
         other_wrappers: More classes that hold the model as ``module``.
     """
-    from torch.distributed.fsdp import (
-        FullyShardedDataParallel,  # here, since the converter does without, and it takes half a second
-    )
+    # Here, since it takes half a second, and the converter does without
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     manifest_fields: dict[str, Any] = {'engine': 'torch'}

@@ -22,7 +22,6 @@ def split(most_nbytes):
     return split_state_dict(
         NBYTES,
         get_storage_size=lambda nbytes: nbytes,
-        get_storage_id=lambda nbytes: None,
         filename_pattern='model{suffix}.safetensors',
         max_shard_size=most_nbytes,
     )
