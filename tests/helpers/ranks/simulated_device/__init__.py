@@ -35,7 +35,10 @@ def extension() -> ModuleType:
     python = '{}.{}'.format(*sys.version_info)
     folder = Path(__file__).parents[4] / '.torch_extensions' / f'simulated_device-{torch.__version__}-{python}'
     library = folder / 'simulated_device.so'
-    if library.exists() and library.stat().st_mtime > source.stat().st_mtime:  # ninja would see another environment
+    compiled = library.exists() and library.stat().st_mtime > source.stat().st_mtime
+    # The linker writes in place while torch holds `lock`. Looked for after the library: a lock that is gone by now was
+    # released after the last byte. Not left to torch, since ninja would take another environment's library for old.
+    if compiled and not (folder / 'lock').exists():
         loader = ExtensionFileLoader('simulated_device', str(library))
         module = module_from_spec(spec_from_loader('simulated_device', loader))
         loader.exec_module(module)
