@@ -155,7 +155,7 @@ def test_what_the_readme_counts_of_xtuners_configs():
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines if line.startswith('| ')]
     saved = sum(int(count) for _, _, exporter, count, _ in rows[1:-1] if not exporter.startswith('none'))
     n_configs = rows[-1][3]
-    sentence = f'XTuner comes with {n_configs} configs. The models of {saved} of them can be saved'
+    sentence = f'XTuner comes with {n_configs} configs. The hook saves the models of {saved} of them'
     assert sentence in ' '.join(PAGES['xtuner.md'].split())
     assert f'{saved} of the {n_configs} configs' in ' '.join(PAGES['README.md'].split())
 

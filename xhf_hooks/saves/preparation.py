@@ -109,7 +109,7 @@ def prepare_saves(
             send_shares_of_replicas=in_background,
             round_nbytes=round_nbytes,
         )
-        allow_open_files(len(plan.files), f'{len(plan.files)} files of weights')
+        allow_open_files(len(plan.files), f'{len(plan.files)} files of weights; a larger max_shard_size makes fewer')
     require_same(collective, 'the save plan', plan.digest, lambda: describe_plan(plan))
     with collective.stage('check loading'):
         notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
