@@ -9,8 +9,8 @@ FLOOR = 'floor: one process writes as many bytes'
 FLOOR_ALL = 'floor: all processes write as many bytes together'
 XTUNER = "XTuner's hook: consolidate, save_pretrained"
 ACCELERATE = 'Accelerate: get_state_dict, save_pretrained'
-DCP = "PyTorch DCP: FSDP2's shards, merged by all ranks together"
-META = "Meta's torch_checkpointing: FSDP2's shards, merged by all ranks together"
+DCP = "PyTorch DCP: save FSDP2's shards, then merge them"
+META = "Meta's torch_checkpointing: save FSDP2's shards, then merge them"
 #: Who writes what.
 WRITERS = ('positional', 'parallel', 'stream', 'gather')
 OURS = 'xhf_hooks '
