@@ -93,7 +93,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     log, plan, exporter = saver.log, saver.plan, saver.preparation.exporter
     n_tensors, n_files = len(plan.placements), len(plan.files)
     how = f'{saver.strategy.value} writer{", in the background" if saver.background is not None else ""}; at most '
-    how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank'
+    how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
         'where': targets[0].path,

@@ -134,7 +134,7 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
             log.warning(warning)
     rows = {
         'cost': f'training stalled for {cost.stalled_secs:.2f} s; {cost.gbytes_per_sec:.2f} GB/s; '
-        f'{cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory on the busiest rank',
+        f'at most {cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory per rank',
         'stages': ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items()),
     }
     name = Path(committed.path).name
