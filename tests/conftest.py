@@ -6,6 +6,7 @@ Where a machine lacks it, the test is left out, and that is said where nobody ov
 import functools
 import gc
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,12 @@ NEEDS: dict[str, Callable[[], object]] = {
     'transformers 4': lambda: all((TESTS.parent / f'.overlay-transformers-{v}').exists() for v in ('4.48.0', '4.57.6')),
     'xfsprogs and btrfs-progs': lambda: not absent(['mkfs.xfs', 'mkfs.btrfs']),
 }
+
+
+def pytest_configure() -> None:
+    # Where the tests were started by `&` in a script or by nohup, these are ignored, and every child would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
