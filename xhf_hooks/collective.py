@@ -117,7 +117,7 @@ class Collective:
         """Vote, and reconnect if a connection has broken. Runs on: all ranks.
 
         Call it before ranks communicate again after a pause: a firewall may have dropped idle connections. A rank that
-        waits for a minute logs which ranks have not come.
+        waits for half a minute logs which ranks have not come.
 
         Returns:
             Whether a connection had broken.

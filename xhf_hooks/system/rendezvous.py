@@ -16,7 +16,7 @@ from typing import Any
 from xhf_hooks.errors import RankLostError
 
 #: A rank that has waited this long logs which ranks are missing.
-WARN_AFTER_SECS = 60.0
+WARN_AFTER_SECS = 30.0
 #: The first waiting rank allows the others this long to register before it reports which ranks are missing.
 _REGISTER_SECS = 2.0
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
