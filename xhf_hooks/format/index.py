@@ -16,7 +16,7 @@ INDEX_SUFFIX = f'{WEIGHTS_SUFFIX}.index.json'
 WEIGHTS_NAME = f'model{WEIGHTS_SUFFIX}'
 ADAPTER_WEIGHTS_NAME = f'adapter_model{WEIGHTS_SUFFIX}'
 #: One of several files, as ``save_pretrained`` names them.
-SHARD_NAME = re.compile(rf'.+-\d{{5}}-of-\d{{5}}{re.escape(WEIGHTS_SUFFIX)}')
+SHARD_NAME = re.compile(rf'.+-\d{{5}}-of-\d{{5}}{re.escape(WEIGHTS_SUFFIX)}', re.ASCII)
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

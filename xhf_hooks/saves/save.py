@@ -320,7 +320,7 @@ class Save:
                         clean_up()
         try:
             with self._collective.stage('after the commit'):
-                if name_was_taken:  # by foreign files: the flag told all ranks, but only rank 0 knows the new path
+                if name_was_taken:  # by foreign files: all ranks have this flag, but only rank 0 has the new path
                     path = self._collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
