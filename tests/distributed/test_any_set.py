@@ -134,7 +134,7 @@ def test_convert_and_verify(results, name, tmp_path):
     run = saved_by(results, name)
     out = convert(run.parent, tmp_path / 'out', '--base', run / 'expected', '--verify', 'full')
     assert_same_folder_tensors(out, run / 'hf_model')
-    assert verify.main([str(out)]) == verify.main([str(out), str(run / 'hf_model')]) == verify.SAME
+    assert verify.main([str(out)]) == verify.main(['--compare', str(out), str(run / 'hf_model')]) == verify.SAME
 
 
 def test_closing_a_group_does_not_hang(results):

@@ -177,7 +177,7 @@ def test_conversion_gives_what_the_hook_saved(finished, name, tmp_path, capsys):
     assert 'the averaged weights)' in capsys.readouterr().out
     assert_same_files(out, hook)
     assert manifest(out)['weights'] == 'averaged'
-    assert verify([str(hook), str(checkpoint), '--base', str(hook)]) == 0
+    assert verify(['--compare', str(hook), str(checkpoint), '--base', str(hook)]) == 0
 
 
 def test_the_live_ones_on_request(finished, tmp_path, capsys):
@@ -193,9 +193,11 @@ def test_the_live_ones_on_request(finished, tmp_path, capsys):
     assert manifest(live)['weights'] == 'live'
     averaged = convert(checkpoint, tmp_path / 'averaged', '--base', expected)
     assert n_differing(folder_tensors(averaged), folder_tensors(live))
-    assert verify([str(expected), str(checkpoint), '--base', str(expected)]) == 0, 'the live ones of the checkpoint'
+    assert verify(['--compare', str(expected), str(checkpoint), '--base', str(expected)]) == 0, (
+        'the live ones of the checkpoint'
+    )
     assert 'the live ones are compared' in capsys.readouterr().out
-    assert verify([str(averaged), str(checkpoint), '--base', str(expected)]) == 0
+    assert verify(['--compare', str(averaged), str(checkpoint), '--base', str(expected)]) == 0
 
 
 def test_conversion_of_a_published_checkpoint(finished, tmp_path, capsys):

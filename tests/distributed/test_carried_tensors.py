@@ -85,7 +85,7 @@ def test_the_folder_has_the_bytes_of_the_base_and_of_the_trained_model(saved, wa
     assert_same_files(folder, saved.root / ('gather_in_shards' if way in IN_SHARDS else 'gather'))
     assert verify([str(folder), '--load']) == 0, capsys.readouterr().out
     checkpoint = [str(saved.root / 'checkpoint'), '--base', str(saved.root / 'base')]
-    assert verify([str(folder), *checkpoint]) == 0, capsys.readouterr().out
+    assert verify(['--compare', str(folder), *checkpoint]) == 0, capsys.readouterr().out
     loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not told['missing_keys'] and set(told['unexpected_keys']) == CARRIED.keys()
     assert raw(loaded.state_dict()['model.norm.weight']) == raw(without['model.norm.weight'])

@@ -262,7 +262,7 @@ def test_conversion_gives_the_hooks_bytes(results, name, tmp_path):
         assert len(source.unproven) == 1 and source.unproven[0].startswith('could not verify')
     base = config_alone(hook, tmp_path / 'base')
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--base', base, '--verify', 'full'), hook)
-    assert verify([str(checkpoint), str(hook), '--base', str(base)]) == 0
+    assert verify(['--compare', str(checkpoint), str(hook), '--base', str(base)]) == 0
     rounded = folder_tensors(convert(checkpoint, tmp_path / 'half', '--base', base, '--dtype', 'bfloat16'))
     assert all(rounded[name].equal(tensor.bfloat16()) for name, tensor in folder_tensors(hook).items())
 

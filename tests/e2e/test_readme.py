@@ -31,7 +31,7 @@ XTUNER_CONFIG = 'llama3_8b_instruct_full_alpaca_e3'
 AFTER_THE_DEMO = [
     'xhf-verify work_dirs/demo/*/hf_model',
     'xhf-convert work_dirs/demo OUT',
-    'xhf-verify OUT work_dirs/demo/*/hf_model',
+    'xhf-verify --compare OUT work_dirs/demo/*/hf_model',
 ]
 #: Every command of every page, but versions.md, whose lines tools/env.sh runs. Tests below run them, or as it says.
 #: docs/xtuner.md: packages in the versions of requirements/xtuner-0.1.txt (test_the_courses_packages_are_those_tested),
@@ -54,7 +54,7 @@ COMMANDS = {
     'python tools/convert.py CHECKPOINT OUT --dry-run',  # test_convert_command
     'python tools/convert.py CHECKPOINT OUT --verify full',
     'python tools/verify.py DIR',  # test_verify_command
-    'python tools/verify.py A B',
+    'python tools/verify.py --compare A B',
     f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train
     f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
     f'xhf-verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',

@@ -52,28 +52,42 @@ def test_one_folder(copy, capsys):
     assert 'nothing was read' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('paths', [['.'], ['none', 'model'], ['model', 'none']])
+@pytest.mark.parametrize('paths', [['.'], ['--compare', 'none', 'model'], ['--compare', 'model', 'none']])
 def test_unusable(model, tmp_path, paths, capsys):
     named = {'none': tmp_path / 'none', '.': tmp_path, 'model': model}
-    assert run(*(named[path] for path in paths)) == UNUSABLE
+    assert run(*(named.get(path, path) for path in paths)) == UNUSABLE
     said = capsys.readouterr()
     assert said.out == '' and len(said.err.splitlines()) == 1 and said.err.startswith('xhf-verify: ')
 
 
+def test_each_of_several_saves_is_checked(model, copy, tmp_path, capsys):
+    """What a shell makes of work_dirs/NAME/*/hf_model after a second run."""
+    other = save_model('qwen2', tmp_path / 'other')
+    assert run(model, copy, other) == SAME
+    verdicts = [line for line in capsys.readouterr().out.splitlines() if ': good (' in line]
+    assert [line.partition(': good')[0] for line in verdicts] == [str(model), str(copy), str(other)]
+    flip(copy / WEIGHTS, -1)
+    assert run(model, copy, other, '--json') == DIFFERENT
+    assert [found['good'] for found in json.loads(capsys.readouterr().out)] == [True, False, True]
+    assert run(tmp_path / 'none', other) == UNUSABLE
+    said = capsys.readouterr()
+    assert f'{tmp_path / "none"}: no such folder' in said.err and f'{other}: good' in said.out
+
+
 def test_the_same_rounded_and_different(model, copy, capsys):
-    assert run(model, copy) == SAME
+    assert run('--compare', model, copy) == SAME
     assert capsys.readouterr().out.splitlines()[-1].startswith('identical: 21 identical, 0 rounding, 0 different (')
     tensors = load_file(copy / WEIGHTS)
     save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, copy / WEIGHTS)
-    assert run(model, copy) == SAME
+    assert run('--compare', model, copy) == SAME
     said = capsys.readouterr().out
     assert 'the same but for rounding: 0 identical, 21 rounding' in said and 'rounded to BF16' in said
     tensors['lm_head.weight'][3, 3] += 1
     save_file(tensors, copy / WEIGHTS)
-    assert run(model, copy) == DIFFERENT
+    assert run('--compare', model, copy) == DIFFERENT
     said = capsys.readouterr().out
     assert 'different' in said.splitlines()[3] and 'lm_head.weight' in said.splitlines()[3]
-    assert run(model, copy, '--json') == DIFFERENT
+    assert run('--compare', model, copy, '--json') == DIFFERENT
     content = json.loads(capsys.readouterr().out)
     assert content['verdict'] == 'different' and content['tensors'][0]['max_abs'] == 1.0
 
@@ -255,7 +269,7 @@ def test_code_in_a_folder_is_not_run(copy, capsys):
     assert 'ok         load' in capsys.readouterr().out and not list(copy.rglob('*.ran'))
 
 
-@pytest.mark.parametrize('args', [[], ['a', 'b', '--load'], ['a', '--workers', '0']])
+@pytest.mark.parametrize('args', [[], ['--compare', 'a', 'b', '--load'], ['a', '--workers', '0']])
 def test_bad_options(args):
     with pytest.raises(SystemExit) as ended:
         main(args)

@@ -19,6 +19,8 @@ from xhf_hooks.verify.signature import check_signatures
 
 #: Of the names of files that loaders read as one JSON object.
 _CONFIG_SUFFIX = 'config.json'
+#: The remedy where a checkpoint is given.
+_TO_COMPARE = 'to compare a checkpoint with a folder, use xhf-verify --compare'
 _BIN_WEIGHTS = re.compile(r'(pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin')
 
 
@@ -40,7 +42,7 @@ def verify_folder(
         CheckpointError: The folder does not hold a model.
     """
     if path.is_file():
-        raise CheckpointError(f'{path}: a file; give a folder with *.safetensors files, or two paths to compare')
+        raise CheckpointError(f'{path}: a file; give a folder with *.safetensors files; {_TO_COMPARE}')
     if not path.is_dir():
         raise CheckpointError(f'{path}: no such folder; give one with *.safetensors files')
     damage = None
@@ -98,7 +100,9 @@ def _require_model(path: Path, files: list[str]) -> None:
             f'{path}: holds {some(old)}, and only *.safetensors files can be checked; load the model with '
             f'from_pretrained of its class, and save it with save_pretrained, which writes them'
         )
-    raise CheckpointError(f'{path}: holds no *.safetensors files; for a checkpoint, see xhf-convert --dry-run')
+    raise CheckpointError(
+        f'{path}: holds no *.safetensors files; {_TO_COMPARE}, and to see what it holds, xhf-convert --dry-run'
+    )
 
 
 def _check_texts(check: FolderCheck) -> None:

@@ -1,4 +1,4 @@
-"""The models of ``xhf-verify A B``: folders of weights, and a checkpoint as xhf-convert would write it."""
+"""The models of ``xhf-verify --compare A B``: folders of weights, and a checkpoint as xhf-convert would write it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def test_version(name, capsys):
         ('xhf-convert', 'run OUT --base ~nobody-here/x', 'found ~nobody-here/x: no such home folder'),
         ('xhf-verify', '~nobody-here/x', 'found ~nobody-here/x: no such home folder'),
         ('xhf-verify', 'FILE', 'model.safetensors is a file; give its folder: '),
-        ('xhf-verify', 'a b c', 'expected one path or two, found 3: a b c'),
+        ('xhf-verify', '--compare a b c', '--compare takes two paths, found 3: a b c'),
+        ('xhf-verify', '--compare a', '--compare takes two paths, found 1: a'),
     ],
 )
 def test_wrong_use_says_what_is_right(name, words, expected, tmp_path, capsys):
@@ -117,4 +118,4 @@ def test_a_checkpoint_alone_is_a_file_for_xhf_verify_and_not_missing(tmp_path, c
     file = tmp_path / 'iter_5.pth'
     file.touch()
     assert verify.main([str(file)]) == verify.UNUSABLE
-    assert f'{file}: a file; give a folder with *.safetensors files, or two paths to compare' in capsys.readouterr().err
+    assert f'{file}: a file; give a folder with *.safetensors files; to compare a checkpoint' in capsys.readouterr().err
