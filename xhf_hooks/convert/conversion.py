@@ -128,10 +128,13 @@ class Conversion:
                 f'fp32_groups of FP16_UnfusedOptimizer or FP16_Optimizer), so they cannot be told apart. '
                 f'Leave the option out'
             )
+        if not match.lent.keys().isdisjoint(read):
+            self._meta_model.over_base.require_readable()
         of_base = _by_name(match.tensors[name] for name in match.lent)
         self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
         self.warnings += self._exporter.notes
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
+        self.warnings += self._judge_adapters()
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
         self.warnings += self._exporter.check_loading(plan.placements)
         is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
@@ -186,6 +189,13 @@ class Conversion:
                 f'({", ".join(dtypes)}); choose another one with --dtype'
             )
         return notes
+
+    def _judge_adapters(self) -> list[str]:
+        """Notes on adapters that are written without the weights on which they were trained."""
+        if not any(Path(file.name).name.startswith('adapter_model') for file in self.outputs.plan.files):
+            return []
+        bases = ' and '.join(base.folder for base in self._meta_model.bases)
+        return self._meta_model.over_base.notes_on_adapters(self._meta_model.module, bases)
 
     def _judge_quantized(self, replaced: Sequence[str]) -> list[str]:
         """A note on weights that training had quantized, and that are written as the given base has them.

@@ -108,13 +108,13 @@ def load_recorded(kind: type[PreTrainedModel], config: PretrainedConfig, stored:
         del config.quantization_config
     state = {name: _recorded(name, tensor) for name, tensor in stored.items()}
     model, problems = load_with_info(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
-    last_made = _LastMade()
+    last_made = LastMade()
     recorded = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, _Recorded)}
     tensors = {name: _stored(name, tensor, stored, last_made) for name, tensor in recorded.items()}
     return Loaded(tensors, {name: tensor.sources for name, tensor in recorded.items()}, model, problems)
 
 
-def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], last_made: _LastMade) -> StoredTensor:
+def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], last_made: LastMade) -> StoredTensor:
     if tensor.unchanged is not None:
         return stored[tensor.unchanged]
     made_of = tuple(stored[name] for name in tensor.sources)
@@ -131,7 +131,7 @@ def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], la
     )
 
 
-class _LastMade:
+class LastMade:
     """Holds the tensors that were made last: what is read of them in parts, by several threads, is made once."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class MadeTensor(StoredTensor):
 
     made_of: tuple[StoredTensor, ...] = field(kw_only=True)
     make: Make = field(kw_only=True)
-    last_made: _LastMade = field(kw_only=True)
+    last_made: LastMade = field(kw_only=True)
 
     def pieces(self, from_master: bool) -> Pieces:
         return (self.last_made(self.make, from_master and self.master is not None),)

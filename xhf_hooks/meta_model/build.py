@@ -26,8 +26,15 @@ from xhf_hooks.meta_model.meta_model import MetaModel
 from xhf_hooks.meta_model.nested_adapters import adapt_parts
 from xhf_hooks.meta_model.placing import below, find_class, has_other_tensors, place
 from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
+from xhf_hooks.meta_model.starting_weights import StartingWeights, base_named_by, checkpoints_loaded_over
 from xhf_hooks.meta_model.stored_names import without_adapters
-from xhf_hooks.meta_model.trainer_files import ADAPTER_CONFIG, adapter_folder, config_folder, folder_of_trainer_files
+from xhf_hooks.meta_model.trainer_files import (
+    ADAPTER_CONFIG,
+    adapter_folder,
+    config_folder,
+    folder_of_trainer_files,
+    is_save_of_hook,
+)
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
@@ -73,7 +80,7 @@ def build_meta_model(
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
             _build_xtuners(meta_model, config.model, config.where, base)
-        elif base is not None or folder is not None:
+        elif base is not None or folder is not None or base_named_by(config, None) is not None:
             _build_of_transformers(meta_model, found, base, config)
             if config is not None and config.model is not None:
                 _freeze(meta_model.module, config.model)
@@ -84,6 +91,7 @@ def build_meta_model(
                 f"{found.path}: {problem}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
             )
+    meta_model.over_base = StartingWeights.find(meta_model.module, checkpoints_loaded_over(config))
     return meta_model
 
 
@@ -142,12 +150,14 @@ def _build_of_transformers(
     adapter = of_given
     if adapter is None and adapter_dir is not None and (is_adapter or (given is None and config_dir is None)):
         adapter = adapter_dir / ADAPTER_CONFIG
-    base = given or str(config_dir)
+    saved = config_dir if config_dir is not None and is_save_of_hook(config_dir) else None
+    base = given or (base_named_by(of_run, saved) if config_dir == saved else None) or str(config_dir)
     if adapter is None:
         meta_model.described_by = base
         of_base = meta_model.config_in(base, 'the model')
         config = _config_of_run(meta_model, config_dir, of_base, base, given) or of_base
-        model: nn.Module = _built_as_trained(meta_model, base, config, of_base)
+        is_saved = saved is not None and base == str(saved)
+        model: nn.Module = _built_as_trained(meta_model, base, config, of_base, is_save_of_run=is_saved)
         _take_generation_config(meta_model, model, found, given)
         if is_adapter:
             prefix = meta_model.find_prefix(model, base).removesuffix('base_model.model.')
@@ -170,14 +180,14 @@ def _build_of_transformers(
 
 
 def _built_as_trained(
-    meta_model: MetaModel, base: str, config: PretrainedConfig, of_base: PretrainedConfig
+    meta_model: MetaModel, base: str, config: PretrainedConfig, of_base: PretrainedConfig, *, is_save_of_run: bool
 ) -> PreTrainedModel:
     """Build the class that config.json names, or the one that has the checkpoint's tensors, with another head."""
     kind = None
     if getattr(config, 'architectures', None) is None:  # transformers 4.57 writes Qwen2-VL's into a part
         kind = find_class(config, meta_model.stored, meta_model.path, base)
     for_other_class, notes = copy.deepcopy(config), [*meta_model.notes]
-    model = meta_model.built(base, config, kind, of_base)
+    model = meta_model.built(base, config, kind, of_base, is_save_of_run=is_save_of_run)
     try:
         inside = without_adapters(below(meta_model.find_prefix(model, base), meta_model.stored))
     except BaseModelError:  # no tensor has a name of this class
@@ -185,14 +195,14 @@ def _built_as_trained(
     if inside and transformers_model.untie_embeddings(config, model, inside):
         note = 'input and output embeddings differ in the checkpoint: tie_word_embeddings is set to false'
         meta_model.forget_built([*notes, note])
-        return meta_model.built(base, config, kind, of_base)
+        return meta_model.built(base, config, kind, of_base, is_save_of_run=is_save_of_run)
     if inside and not has_other_tensors(model, inside):
         return model
     other = find_class(for_other_class, meta_model.stored, meta_model.path, base, model)
     if other is None or other == type(model).__name__:
         return model
     meta_model.forget_built([*notes, f'the checkpoint is of a {other}, and {base} of a {type(model).__name__}'])
-    return meta_model.built(base, for_other_class, other, of_base)
+    return meta_model.built(base, for_other_class, other, of_base, is_save_of_run=is_save_of_run)
 
 
 def _config_of_run(

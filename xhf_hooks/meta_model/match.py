@@ -14,6 +14,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.meta_model import Base, MetaModel
 from xhf_hooks.meta_model.older_names import rename_older
+from xhf_hooks.meta_model.starting_weights import StartingWeights
 from xhf_hooks.meta_model.stored_names import is_of_adapter
 from xhf_hooks.meta_model.transformers_model import other_version_remedy
 from xhf_hooks.model import names_by_identity
@@ -35,7 +36,7 @@ class Match:
 
     Attributes:
         tensors: The tensors that can be read.
-        lent: The folder of the base that lends a tensor, by the names of frozen ones that the checkpoint lacks.
+        lent: The base, or the file, that lends a tensor, by the names of frozen ones that the checkpoint lacks.
         lacking: Names of tensors that neither the checkpoint nor a base has.
         refused: Why a base does not lend them, by the names of those that are frozen.
         notes: Messages for the log.
@@ -100,14 +101,14 @@ def match_checkpoint(
         is_lent = not matching and base is not None and (has_recorded_trained or base.is_frozen(tensor))
         found = matching[0] if matching else None
         if is_lent and base is not None:
-            found = _lent_by(base, tensor, trained_dtype)
+            found = _lent_by(base, tensor, names, meta_model.over_base, trained_dtype)
         _require_equal(matching, meta_model)
         if found is not None and found.shape == tuple(tensor.shape):
             # In place, to keep ties by identity. Some classes make tensors on the CPU, which cannot move there
             tensor.data = torch.empty(found.shape, dtype=TORCH_DTYPES[found.dtype], device=tensor.device)
             match.tensors[names[0]] = replace(found, name=names[0], aliases=tuple(names[1:]))
             if is_lent and base is not None:
-                match.lent[names[0]] = base.folder
+                match.lent[names[0]] = meta_model.over_base.files.get(names[0], base.folder)
             continue
         if matching and found is not None:
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
@@ -123,10 +124,11 @@ def match_checkpoint(
     return match
 
 
-def _lent_by(base: Base, tensor: torch.Tensor, trained_dtype: str | None) -> StoredTensor | None:
-    """The base's tensor, in the dtype that training gave it; None if it has none."""
-    weights = base.weights or {}
-    found = next((weights[name] for name in base.names[id(tensor)] if name in weights), None)
+def _lent_by(
+    base: Base, tensor: torch.Tensor, names: Sequence[str], over_base: StartingWeights, trained_dtype: str | None
+) -> StoredTensor | None:
+    """The tensor that training started from, in the dtype that training gave it; None if it is nowhere."""
+    found = over_base.lend(names, base.tensor(tensor), tuple(tensor.shape))
     if found is not None and trained_dtype is not None and is_float(found.dtype):
         return replace(found, dtype=trained_dtype)  # DeepSpeed casts the whole model
     return found

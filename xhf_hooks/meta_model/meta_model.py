@@ -16,6 +16,7 @@ from xhf_hooks.compat.transformers import ignored_keys, record_conversions, reco
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
 from xhf_hooks.meta_model.placing import find_prefix
+from xhf_hooks.meta_model.starting_weights import StartingWeights
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
@@ -32,12 +33,20 @@ class Base:
         model: As it was built. Since then, peft may have adapted it.
         names: Names in it, by ``id`` of the meta model's tensor.
         weights: Its weights by these names, none if it has no files of them; None if it is not on this machine.
+        is_save_of_run: Whether it is a save of this run by the hook. Such a save lends no weights: those that an
+            adapter adapts are merged with it there, and the folder may be of another run in the same work_dir.
     """
 
     folder: str
     model: PreTrainedModel
     names: Mapping[int, list[str]]
     weights: Mapping[str, StoredTensor] | None
+    is_save_of_run: bool = False
+
+    def tensor(self, tensor: torch.Tensor) -> StoredTensor | None:
+        """What it lends for one of its tensors; None if it lends nothing."""
+        weights = {} if self.is_save_of_run or self.weights is None else self.weights
+        return next((weights[name] for name in self.names[id(tensor)] if name in weights), None)
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
         """Whether the run is known to have frozen one of its tensors: by peft, or by an option of XTuner's model.
@@ -58,6 +67,8 @@ class Base:
         Args:
             found: What it has of that name.
         """
+        if self.is_save_of_run:
+            return f'and {self.folder}, a save of this run, lends no weights, since adapters may be merged in it'
         if self.weights is None:
             return f'and {self.folder} is not on this machine'
         if not self.weights:
@@ -79,6 +90,7 @@ class MetaModel:
         stored: The checkpoint's tensors, by each of their names.
         path: The option ``module``; it chooses the model where the checkpoint has several.
         has_config_of_base: Whether its config is the base's, since the run has left none of its own.
+        over_base: What the run loaded over the weights of its base.
     """
 
     described_by: str
@@ -89,6 +101,7 @@ class MetaModel:
     bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     has_config_of_base: bool = False
+    over_base: StartingWeights = field(default_factory=StartingWeights)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -116,6 +129,8 @@ class MetaModel:
         config: PretrainedConfig,
         auto_class: str | None = None,
         of_base: PretrainedConfig | None = None,
+        *,
+        is_save_of_run: bool = False,
     ) -> PreTrainedModel:
         """Build a model from its config, edited to fit the checkpoint, and record its base.
 
@@ -123,6 +138,7 @@ class MetaModel:
             folder: That of the base, or its name in the local hub cache.
             auto_class: The name of the model's class; None: the one that the config names.
             of_base: The base's own config, where training has another.
+            is_save_of_run: See :class:`Base`.
         """
         trust = self.trust_remote_code
         of_base = copy.deepcopy(of_base or config)
@@ -140,7 +156,8 @@ class MetaModel:
             conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
         if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
             record_conversions(model, conversions)
-        self.bases.append(Base(folder, model, names, None if where is None else found.tensors))
+        weights = None if where is None else found.tensors
+        self.bases.append(Base(folder, model, names, weights, is_save_of_run))
         self.notes += found.notes
         return model
 

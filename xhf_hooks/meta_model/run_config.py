@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,21 @@ class RunConfig:
         model = self.fields.get('model')
         return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else None
 
+    def fields_named(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """The path, as ``'model.llm.type'``, and the value of each field of the model with a name, at any depth."""
+        return _fields_named(self.model, names, 'model')
+
+    def field_at(self, path: Sequence[str]) -> Mapping[str, Any]:
+        """The config of a part of the model.
+
+        Args:
+            path: The names of the fields that lead to it; empty for the model itself.
+        """
+        found: Any = self.model
+        for name in path:
+            found = found[name]
+        return found
+
     @property
     def averages(self) -> bool:
         """Whether an EMAHook averages the weights."""
@@ -58,6 +73,13 @@ def _is_named(config: Any, name: str) -> bool:
     """Whether the config's type is a class of this name, in any module."""
     kind = config.get('type') if isinstance(config, Mapping) else None
     return isinstance(kind, str) and kind.rpartition('.')[2] == name
+
+
+def _fields_named(config: Any, names: Collection[str], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        if name in names:
+            yield f'{path}.{name}', value
+        yield from _fields_named(value, names, f'{path}.{name}')
 
 
 def find_run_config(

@@ -16,7 +16,7 @@ from xhf_hooks.exporters import Exporter
 from xhf_hooks.exporters.find_model import pretrained_in
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.meta_model.run_config import RunConfig, Unread
-from xhf_hooks.meta_model.trainer_files import folder_of_trainer_files
+from xhf_hooks.meta_model.trainer_files import config_folder, folder_of_trainer_files, is_save_of_hook
 from xhf_hooks.meta_model.transformers_model import refused_as
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
@@ -42,7 +42,9 @@ def tokenizer_of_run(
 ) -> tuple[Any | None, Sequence[int], list[str]]:
     """The tokenizer or processor to write, the EOS token ids of answers, and warnings for the log.
 
-    The tokenizer beside the checkpoint comes first, then the one that the run's config names, then the base's.
+    The tokenizer beside the checkpoint comes first, then the one that the run's config names, then the base's. If a
+    save of the hook has a tokenizer with more tokens than that, and the embeddings have rows for them, training added
+    them, and the save's is written.
 
     Args:
         module: The meta model.
@@ -76,6 +78,9 @@ def tokenizer_of_run(
     if tokenizer is None:
         where, remedy = (f' in {base}', '') if base else ('', '; set --base to a folder with one')
         return None, [], [*notes, f'no tokenizer was found{where}, so OUT has none{remedy}']
+    saved = _with_added_tokens(tokenizer, module, found, trust_remote_code)
+    if saved is not None:
+        return saved, [], [*notes, f'the tokenizer is that of {saved.name_or_path}, which has tokens of training']
     if not hasattr(tokenizer, 'chat_template') or getattr(tokenizer, 'tokenizer', None) is not None:
         return tokenizer, [], notes  # a processor, or for images alone
     try:
@@ -150,11 +155,32 @@ def _beside(
     return found, notes
 
 
+def _with_added_tokens(
+    tokenizer: Any, module: nn.Module, found: FoundCheckpoint, trust_remote_code: bool
+) -> Any | None:
+    """The tokenizer of the newest save of the hook, if training added tokens to this one; None if not."""
+    folder = config_folder(found)
+    if folder is None or not is_save_of_hook(folder) or not hasattr(tokenizer, '__len__'):
+        return None
+    try:
+        with quiet():
+            saved = load_tokenizer(LocatedBase.locate(str(folder)), trust_remote_code=trust_remote_code)
+    except Exception:  # of any type, from a tokenizer library; the one that was found works
+        return None
+    n_rows = _n_embeddings(module)
+    return saved if saved is not None and n_rows is not None and len(tokenizer) < len(saved) <= n_rows else None
+
+
+def _n_embeddings(module: nn.Module) -> int | None:
+    """The number of rows of the model's embeddings; None if it has none."""
+    weights = [weight for part in pretrained_in(module).values() for weight in token_embeddings(part)]
+    return max((weight.shape[0] for weight in weights), default=None)
+
+
 def _require_embeddings(tokenizer: Any, module: nn.Module, exporter: Exporter, checkpoint: Path) -> None:
     """Refuse a tokenizer with more tokens than the base, of which the checkpoint has no embeddings."""
     tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
-    weights = [weight for part in pretrained_in(module).values() for weight in token_embeddings(part)]
-    n_rows = max((weight.shape[0] for weight in weights), default=None)
+    n_rows = _n_embeddings(module)
     if n_rows is None or not hasattr(tokenizer, '__len__') or len(tokenizer) <= n_rows:
         return
     if len(tokenizer) > exporter.n_base_tokens:

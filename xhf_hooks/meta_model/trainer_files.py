@@ -33,6 +33,11 @@ def config_folder(found: FoundCheckpoint) -> Path | None:
     return _first_with(['config.json'], [*found.run_folders, *_saves_of_hook(found)])
 
 
+def is_save_of_hook(folder: Path) -> bool:
+    """Whether this package wrote the folder, in which adapters may be merged into the weights of the base."""
+    return (folder / MANIFEST_NAME).is_file()
+
+
 def _saves_of_hook(found: FoundCheckpoint) -> list[Path]:
     """The folders that HFCheckpointHook or the callback wrote in this run, the newest first."""
     patterns = (f'*/hf_model*/{MANIFEST_NAME}', f'hf_model*/{MANIFEST_NAME}')

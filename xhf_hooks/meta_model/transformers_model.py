@@ -48,15 +48,22 @@ _CLASSES_OF_TASKS = {
 
 
 @contextmanager
-def refused_as(kind: type[XhfError], what: str) -> Iterator[None]:
-    """Whatever a library raises in the block becomes an error of ours, in one line: their classes raise anything."""
+def refused_as(kind: type[XhfError], what: str, remedy: str = '') -> Iterator[None]:
+    """Whatever a library raises in the block becomes an error of ours, in one line: their classes raise anything.
+
+    Args:
+        what: What failed, where.
+        remedy: The remedy, unless the error itself shows that custom code has to be allowed.
+    """
     try:
         yield
     except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
-        remedy = '; if you trust that code, add --trust-remote-code' if 'trust_remote_code' in str(error) else ''
-        raise kind(f'{what} ({error_text(error)}){remedy}') from None
+        if 'trust_remote_code' in str(error):
+            what = f'add --trust-remote-code if you trust the code that comes with this model: {what}'
+            remedy = ''
+        raise kind(f'{what} ({error_text(error)}){remedy and "; "}{remedy}') from None
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = NAME_BASE) -> PretrainedConfig:
@@ -71,7 +78,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = N
     """
     from transformers import AutoConfig
 
-    with refused_as(BaseModelError, f'{base} ({why}): no usable config.json; {remedy}'):
+    with refused_as(BaseModelError, f'{base} ({why}): no usable config.json', remedy):
         if find_base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)

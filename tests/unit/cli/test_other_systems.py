@@ -70,7 +70,11 @@ def test_a_mac_converts_and_verifies(folder):
         assert (folder / 'mac' / file.name).read_bytes() == file.read_bytes() or file.name == 'xhf_manifest.json'
     done = run(MAC, 'verify', folder / 'mac')
     assert done.returncode == 0 and ': good (' in done.stdout, done.stderr
-    assert run(MAC, 'verify', '--compare', folder / 'mac', folder / 'linux').stdout.splitlines()[-1].startswith('identical: 21 ')
+    assert (
+        run(MAC, 'verify', '--compare', folder / 'mac', folder / 'linux')
+        .stdout.splitlines()[-1]
+        .startswith('identical: 21 ')
+    )
 
 
 @pytest.mark.parametrize('has_base', [False, True])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.checks.converted import assert_same_files, checkpoint_of, config_of, convert
@@ -48,11 +49,15 @@ class Run:
         self.live = around(mllm=around(model=chat), encoder=encoder, projection=torch.nn.Linear(3, 3))
         self.checkpoint = checkpoint_of(self.live, self.folder)
 
-    def write_config(self, **more: Any) -> None:
-        """As MMEngine dumps it; a str is an expression."""
+    def write_config(self, of_mllm: str = '', **more: Any) -> None:
+        """As MMEngine dumps it; a str is an expression.
+
+        Args:
+            of_mllm: More fields of the chat model's config.
+        """
         loras = {name: lora for name, (_, lora) in self.adapters.items()} | more
         texts = [f'{name}={lora}' if isinstance(lora, str) else _lora_text(name, lora) for name, lora in loras.items()]
-        mllm = "mllm=dict(type='my.Chat', freeze_llm=True, freeze_visual_encoder=True)"
+        mllm = f"mllm=dict(type='my.Chat', freeze_llm=True, freeze_visual_encoder=True, {of_mllm})"
         text = f"model = dict(type='my.Grounding', {mllm}, {', '.join(texts)})\n"
         (self.folder / 'config.py').write_text(text)
 
@@ -76,6 +81,37 @@ def test_adapted_parts_are_merged_as_by_the_hook(kind, tmp_path, monkeypatch, ca
         assert_same_folder_tensors(out, tmp_path / 'hook')
         assert config_of(out) == config_of(tmp_path / 'hook')
         assert 'but the embeddings were resized from' in said
+
+
+@pytest.mark.parametrize('kind', [*ADAPTERS])
+def test_a_save_of_the_run_lends_its_config_and_tokenizer_and_no_weights(kind, tmp_path, monkeypatch, capsys):
+    """Adapters are merged in it already: with its weights they would be merged twice."""
+    run = Run(tmp_path, kind, monkeypatch)
+    saved = run.folder / '20261128_101010' / 'hf_model'
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.base)
+    resizes = kind == 'llm'
+    if resizes:
+        tokenizer.add_tokens(['[SEG]', '<p>', '</p>'])
+    save_hf(run.live, saved, module='mllm.model', tokenizer=tokenizer)
+    run.write_config(f"model_path='{run.base}'")
+    out = convert(run.checkpoint, tmp_path / 'out', '--trust-remote-code')
+    said = capsys.readouterr().err
+    assert f'not in the checkpoint, read from {run.base}' in said
+    assert_same_folder_tensors(out, saved)
+    assert config_of(out) == config_of(saved)
+    assert ('[SEG]' in transformers.AutoTokenizer.from_pretrained(out).get_vocab()) == resizes
+    assert (f'the tokenizer is that of {saved}' in said) == resizes
+    run.write_config("model_path='/moved/away'")
+    assert main([str(run.checkpoint), str(tmp_path / 'none'), '--trust-remote-code']) == 2
+    said = capsys.readouterr().err
+    assert f'and {saved}, a save of this run, lends no weights' in said and '--base has to name the model' in said
+
+
+def test_the_remedy_for_custom_code_comes_first(tmp_path, monkeypatch, capsys):
+    run = Run(tmp_path, 'llm', monkeypatch)
+    run.write_config(f"model_path='{run.base}'")
+    assert main([str(run.checkpoint), str(tmp_path / 'out')]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith('xhf-convert: add --trust-remote-code if you trust')
 
 
 def test_what_the_config_does_not_tell(tmp_path, monkeypatch, capsys):
