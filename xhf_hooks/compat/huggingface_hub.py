@@ -1,7 +1,8 @@
-"""The split of a model into weight files, by the installed huggingface_hub or, before 0.23, as transformers did."""
+"""The split of a model into weight files, by the installed huggingface_hub or, before 0.21, as transformers did."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -49,11 +50,14 @@ def split_state_dict(
     Returns:
         huggingface_hub's StateDictSplit, or a :class:`Split`.
     """
-    factory = getattr(huggingface_hub, 'split_state_dict_into_shards_factory', None)  # since huggingface_hub 0.23
+    factory = getattr(huggingface_hub, 'split_state_dict_into_shards_factory', None)  # since huggingface_hub 0.21
     if factory is not None:
+        named_nbytes = 'get_storage_size'
+        if named_nbytes not in inspect.signature(factory).parameters:
+            named_nbytes = 'get_tensor_size'  # until huggingface_hub 0.23
         return factory(
             items,
-            get_storage_size=get_storage_size,
+            **{named_nbytes: get_storage_size},
             get_storage_id=lambda item: None,
             filename_pattern=filename_pattern,
             max_shard_size=max_shard_size,

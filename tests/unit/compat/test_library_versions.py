@@ -28,7 +28,7 @@ def split(most_nbytes):
 
 
 def test_a_split_without_the_hubs_function(monkeypatch):
-    """huggingface_hub before 0.23."""
+    """huggingface_hub before 0.21."""
     monkeypatch.setattr(huggingface_hub, 'split_state_dict_into_shards_factory', None, raising=False)
     found, alone = split(7), split(100)
     first, second, third = (f'model-0000{number}-of-00003.safetensors' for number in (1, 2, 3))
@@ -36,6 +36,21 @@ def test_a_split_without_the_hubs_function(monkeypatch):
     assert found.tensor_to_filename == {'a': first, 'b': first, 'c': second, 'd': third, 'e': third}
     assert found.is_sharded and found.metadata == {'total_size': 22}
     assert alone.filename_to_tensors == {'model.safetensors': [*NBYTES]} and not alone.is_sharded
+
+
+def _since_024(state_dict, *, get_storage_size, get_storage_id, filename_pattern, max_shard_size):
+    return {name: get_storage_size(item) for name, item in state_dict.items()}
+
+
+def _since_021(state_dict, *, get_tensor_size, get_storage_id, filename_pattern, max_shard_size):
+    return {name: get_tensor_size(item) for name, item in state_dict.items()}
+
+
+@pytest.mark.parametrize('factory', [_since_021, _since_024])
+def test_a_split_under_each_name_of_the_hubs_argument(factory, monkeypatch):
+    """huggingface_hub 0.21 to 0.23, and newer ones."""
+    monkeypatch.setattr(huggingface_hub, 'split_state_dict_into_shards_factory', factory, raising=False)
+    assert split(7) == NBYTES
 
 
 class Inner(nn.Module):
