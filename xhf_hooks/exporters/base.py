@@ -33,6 +33,8 @@ class Exporter(ABC):
 
     Attributes:
         left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
+        adapter_base_tensors: The tensors of a model whose adapter is written alone. That the base is left out goes
+            without saying, unless training changes it. Set by :meth:`entries`.
         left_out_trained: The left-out tensors that training changes, as of the last :meth:`look_for_left_out`.
         writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
             parts.
@@ -52,6 +54,7 @@ class Exporter(ABC):
     options: tuple[str, ...] = ()
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     left_out: tuple[str, ...] = ()
+    adapter_base_tensors: frozenset[str] = frozenset()
     left_out_trained: tuple[str, ...] = ()
     writes_whole_model: bool = False
     carry_base: str | None = None
@@ -188,6 +191,7 @@ class CompositeExporter(Exporter):
         self.n_parameters = {folder: part.n_parameters for folder, part in self.parts.items()}
         left_out = [set(part.left_out) for part in self.parts.values()]
         self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
+        self.adapter_base_tensors = frozenset().union(*(part.adapter_base_tensors for part in self.parts.values()))
         return entries
 
     @property

@@ -14,6 +14,7 @@ from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.base_config import warn_of_lost_config
 from xhf_hooks.exporters.find_model import (
     adapters_in,
     adapters_in_use,
@@ -139,6 +140,7 @@ class AdapterExporter(Exporter):
         self._around = files_of(around)
         read.update(name for entry in around for name in entry.reads)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
+        self.adapter_base_tensors = frozenset(spec.name for spec in own.values())
         return [*unchanged_entries(found, dtype, ADAPTER_FILES), *around]
 
     def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -205,6 +207,7 @@ class AdapterExporter(Exporter):
         if tokenizer is not None:
             warnings += write_tokenizer(folder, tokenizer, self.base_model)
         warnings += _warn_of_edited_base(config)
+        warnings += warn_of_lost_config(self._model, self.base_model)
         if not config.base_model_name_or_path:
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'

@@ -107,7 +107,11 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     if plan.copied:
         copied = [one.placement.hf_name for one in plan.copied]
         log.info(f'copied from the base model: {counted(len(copied), "tensor")} ({some(copied)})')
-    left_out = [name for name in exporter.left_out if name not in exporter.left_out_trained]
+    left_out = [
+        name
+        for name in exporter.left_out
+        if name not in exporter.left_out_trained and name not in exporter.adapter_base_tensors
+    ]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
     for note in exporter.notes:

@@ -114,7 +114,10 @@ def injected(model: nn.Module) -> None:
         ),
         (extended, r'unexpected: extra\.0.*and 4 more'),
         (injected, 'add LoRA weights with get_peft_model, which makes a PeftModel'),
-        (lambda m: setattr(m, 'quantization_method', 'bitsandbytes'), 'LlamaForCausalLM is quantized'),
+        (
+            lambda m: setattr(m, 'quantization_method', 'bitsandbytes'),
+            'LlamaForCausalLM is quantized .*xhf-convert WORK_DIR OUT --lora merge',
+        ),
     ],
 )
 def test_a_model_that_would_not_load(change, said):

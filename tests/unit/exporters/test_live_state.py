@@ -187,13 +187,15 @@ def test_trained_tensors_that_are_not_saved_are_named(lora, caplog):
     assert 'trained, but not saved: 4 tensors' in caplog.messages[-1]
 
 
-def test_every_save_tells_of_them(tmp_path, caplog):
-    """Frozen ones are a remark."""
+@pytest.mark.parametrize('lora', [True, False])
+def test_every_save_tells_of_them(lora, tmp_path, caplog):
+    """Frozen ones are a remark; nothing is said of an adapter's base."""
     caplog.set_level(logging.INFO)
-    model = around(llm=build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
+    model = around(llm=adapted('llama') if lora else build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
     model.frozen.requires_grad_(False)
-    save_hf(model, tmp_path / 'saved')
-    assert 'save_hf: not exported: 2 tensors (frozen.weight, frozen.bias)' in caplog.messages
+    save_hf(model, tmp_path / 'saved', **{'lora': 'adapter'} if lora else {})
+    remarks = [message for message in caplog.messages if 'not exported' in message]
+    assert remarks == ['save_hf: not exported: 2 tensors (frozen.weight, frozen.bias)']
     (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
     assert record.levelname == 'WARNING' and 'mask_head.weight' in record.getMessage()
 

@@ -3,9 +3,11 @@
 A model with adapters on some of its parts goes out merged and whole, as InternVL's must.
 """
 
+import ast
 import copy
 import json
 import operator
+import re
 import shutil
 import tempfile
 from functools import cache
@@ -17,7 +19,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.checks.compare import (
     assert_loads_clean,
@@ -46,6 +48,7 @@ from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.internvl import CODE, load_internvl
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks import save_hf
+from xhf_hooks.compat.transformers import set_rope_option
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExporter, exporter_for
 
@@ -225,6 +228,43 @@ def test_no_adapter_or_none_that_is_trained():
         assert "trainable adapters that are not active, and its outputs do not depend on them: ['other']" in refusal(
             two, lora
         )
+
+
+def with_rope(base, scaling):
+    """The base, loaded as XTuner does with ``max_position_embeddings``."""
+    config = AutoConfig.from_pretrained(base)
+    assert set_rope_option(config, 'rope_scaling', scaling)
+    return AutoModelForCausalLM.from_pretrained(base, config=config)
+
+
+def test_other_settings_than_the_bases_are_told(tmp_path, caplog):
+    """Loaded onto the base with the settings that the message names, the adapter is what was trained."""
+    from peft import PeftModel
+
+    build('llama').save_pretrained(tmp_path / 'base')
+    trained = adapt(with_rope(tmp_path / 'base', {'type': 'linear', 'factor': 4.0}))
+    save_hf(trained, tmp_path / 'adapter', lora='adapter')
+    (told,) = [line for line in caplog.messages if 'the config of the trained model differs' in line]
+    assert "lora='merge'" in told and str(tmp_path / 'base') in told
+    (settings,) = re.findall(r'from_pretrained\(\.\.\., (\w+)=({.*?})\)', told)
+    same = [{settings[0]: ast.literal_eval(settings[1])}, {}]
+    ids = torch.arange(4, 36).view(2, 16)
+    with torch.no_grad():
+        expected = trained(input_ids=ids).logits
+        for options in same:
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / 'base', **options)
+            found = PeftModel.from_pretrained(base, tmp_path / 'adapter')(input_ids=ids).logits
+            assert torch.allclose(found, expected, atol=1e-5) is bool(options)
+
+
+def test_settings_that_change_no_output_are_not_told(tmp_path, caplog):
+    build('llama').save_pretrained(tmp_path / 'base')
+    model = with_rope(tmp_path / 'base', {'type': 'linear', 'factor': 1.0})  # XTuner's, if the context is not longer
+    config = model.config
+    config.use_cache, config.pad_token_id, config.attention_dropout = False, 1, 0.5
+    config.quantization_config, config.of_a_trainer = {'load_in_4bit': True}, 'its own'
+    save_hf(adapt(model), tmp_path / 'adapter', lora='adapter')
+    assert not [line for line in caplog.messages if 'the config of the trained model differs' in line]
 
 
 #: Inits that the installed peft has.
