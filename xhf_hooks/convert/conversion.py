@@ -137,14 +137,14 @@ class Conversion:
         self.warnings += self._judge_adapters()
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
         self.warnings += self._exporter.check_loading(plan.placements)
-        is_whole_model = any(not Path(file.name).name.startswith('adapter_model') for file in plan.files)
-        if self._meta_model.has_config_of_base and is_whole_model:
+        if self._meta_model.has_config_of_base and not all(file.is_of_adapter for file in plan.files):
             bases = ' and '.join(base.folder for base in self._meta_model.bases)
             self.warnings.append(
                 f'config.json is that of {bases}: no file of this run has what training set in it, such as '
                 f'label names, RoPE, the context length or pad_token_id'
             )
-        if left_out := [name for name in self._exporter.left_out if name not in match.lacking]:
+        silent = {*match.lacking, *self._exporter.adapter_base_tensors}
+        if left_out := [name for name in self._exporter.left_out if name not in silent]:
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
     def _dtype_of_frozen(self, stored: Mapping[str, StoredTensor]) -> str | None:
@@ -192,7 +192,7 @@ class Conversion:
 
     def _judge_adapters(self) -> list[str]:
         """Notes on adapters that are written without the weights on which they were trained."""
-        if not any(Path(file.name).name.startswith('adapter_model') for file in self.outputs.plan.files):
+        if not any(file.is_of_adapter for file in self.outputs.plan.files):
             return []
         bases = ' and '.join(base.folder for base in self._meta_model.bases)
         return self._meta_model.over_base.notes_on_adapters(self._meta_model.module, bases)

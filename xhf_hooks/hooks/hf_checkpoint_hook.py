@@ -11,12 +11,15 @@ from typing import Any
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.registry import MODEL_WRAPPERS
+from torch import nn
 
 from xhf_hooks.background.save_on_signal import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
+from xhf_hooks.meta_model import RunConfig
+from xhf_hooks.meta_model.starting_weights import StartingWeights, checkpoints_loaded_over
 from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
@@ -99,11 +102,21 @@ class HFCheckpointHook(RunFrontend, Hook):
             on_committed=partial(self._note_committed, runner),
             on_result=partial(self._visualize, runner),
         )
+        self._warn_about_starting_weights(unwrapped.model, runner.cfg)
         self._saved_to = out_dir
         if self._children is not None:
             self._children.close()  # from now on the run protects data loader workers from these signals
         if self._best is not None:
             self._learn_of_best(self._best, runner.message_hub)
+
+    def _warn_about_starting_weights(self, model: nn.Module, cfg: Mapping[str, Any]) -> None:
+        """Tell of an adapter that is saved without weights that the config loads over the base. Runs on: all ranks."""
+        saves, preparation = self.saves, self.saves.preparation
+        if saves.collective.rank or not any(file.is_of_adapter for file in preparation.plan.files):
+            return
+        starting_weights = StartingWeights.find(model, checkpoints_loaded_over(RunConfig('the config', cfg)))
+        for note in starting_weights.notes_on_adapters(model, preparation.exporter.base_model.name):
+            saves.log.warning(note)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None

@@ -44,7 +44,7 @@ class RunConfig:
 
     def fields_named(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
         """The path, as ``'model.llm.type'``, and the value of each field of the model with a name, at any depth."""
-        return _fields_named(self.model, names, 'model')
+        return _fields_named(self.fields.get('model'), names, 'model')
 
     def field_at(self, path: Sequence[str]) -> Mapping[str, Any]:
         """The config of a part of the model.
@@ -52,7 +52,7 @@ class RunConfig:
         Args:
             path: The names of the fields that lead to it; empty for the model itself.
         """
-        found: Any = self.model
+        found: Any = self.fields['model']
         for name in path:
             found = found[name]
         return found

@@ -85,7 +85,8 @@ def checkpoints_loaded_over(config: RunConfig | None) -> list[LoadedOver]:
     for path, value in config.fields_named(('pretrained_pth',)):
         if isinstance(value, (str, Unread)):
             owner = path.split('.')[1:-1]
-            kind = str(config.field_at(owner).get('type')).rpartition('.')[2]
+            kind = config.field_at(owner).get('type')
+            kind = getattr(kind, '__name__', str(kind)).rpartition('.')[2]  # a class, in the config of a live run
             prefix = ''.join(f'{name}.' for name in owner)
             found.append(LoadedOver(path, value, prefix, kind not in _LOAD_AFTER_ADAPTERS, rounds_to_fp16=True))
     source = config.fields.get('load_from')
@@ -137,7 +138,7 @@ class StartingWeights:
                 if isinstance(one.path, Unread):
                     raise BaseModelError(f'it is {one.path.text!r} (line {one.path.line}), which is not run')
                 source = CheckpointSource(Path(one.path))
-            except XhfError as error:
+            except (XhfError, OSError) as error:
                 unreadable.append(f'the run loaded the weights of {one.option} over those of its base: {error}')
                 continue
             stored = {f'{one.prefix}{without_wrappers(n)}': t for n, t in source.tensors.items()}

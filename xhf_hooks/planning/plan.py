@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME
 from xhf_hooks.planning.rounds import Round
 from xhf_hooks.planning.types import Bucket, CopiedTensor, Group, Placement, Step, TensorSpec, WrittenTensor
 
@@ -17,6 +18,11 @@ class PlannedFile:
     name: str
     header: bytes = field(repr=False)
     nbytes: int
+
+    @property
+    def is_of_adapter(self) -> bool:
+        """Whether peft loads it, onto a base."""
+        return self.name.rpartition('/')[2] == ADAPTER_WEIGHTS_NAME
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
 from xhf_hooks.saves.outcomes import Outcomes
 from xhf_hooks.saves.preflight import log_preparations, manifests_of_targets, occasions_of, preflight
+from xhf_hooks.saves.preparation import Preparation
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.save import Saver
@@ -373,6 +374,11 @@ class Run:
         self._ending.close()
         if self._work.requests is not None:
             self._work.requests.end_process_if_signaled()  # at once: the tasks above are closed
+
+    @property
+    def preparation(self) -> Preparation:
+        """What saves are made of; another one once tensors or the config have changed."""
+        return self._saver.preparation
 
     @property
     def _targets(self) -> list[CheckpointFolder]:

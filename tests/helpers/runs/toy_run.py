@@ -27,9 +27,12 @@ class ToyLM(BaseModel):
             train, a parameter is added beside ``llm``.
         base (str): Folder that the model claims to be loaded from.
         lora (bool): Train an adapter instead.
+        pretrained_pth (str): Not loaded.
     """
 
-    def __init__(self, tied: bool = False, freeze: str = '', base: str = '', lora: bool = False) -> None:
+    def __init__(
+        self, tied: bool = False, freeze: str = '', base: str = '', lora: bool = False, pretrained_pth: str = ''
+    ) -> None:
         super().__init__()
         self.llm = odd_llama(tied=tied, lora=lora, base=base)
         self.llm.config.use_cache = False  # as training code does
