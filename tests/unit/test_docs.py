@@ -37,6 +37,15 @@ OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_param
 OTHERS |= {'model_wrapper', 'vis_backends', '--recursive'}
 OTHERS |= {'--add_version', '--callbacks', '--delete', '--exclude', '--external_plugins'}
 OTHERS |= {'--full', '--output_dir', '--private'}
+OTHERS |= {
+    '--adapter',
+    '--device',
+    '--fp',
+    '--is-clip',
+    '--prompt-template',
+    '--safe-serialization',
+    '--save-format',
+}  # XTuner
 OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
