@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.compare import (
+    assert_loads_clean,
+    assert_same_folder_tensors,
+    assert_same_tensors,
+    folder_tensors,
+)
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
 from tests.helpers.models.adapted import EXPERTS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
@@ -27,6 +32,7 @@ from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
+from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.convert import weights
 
 #: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.
@@ -45,6 +51,7 @@ MMENGINE_RUNS: dict[str, dict[str, Any]] = {
     'zero2_lora': dict(stage=2, model=dict(lora=True), hook=dict(lora='both')),
     'zero3_lora': dict(stage=3, model=dict(lora=True), hook=dict(lora='both')),
 }
+WRITERS = ('gather', 'positional', 'stream', 'parallel')
 #: Ways to save a model from a base of mixed dtypes.
 MIXED_WAYS: dict[str, dict[str, Any]] = {
     'positional': dict(writer='positional'),
@@ -134,18 +141,26 @@ def _trained_engine(model: Any, stage: int, folder: Path, **options: Any) -> Any
     return engine
 
 
-def below_a_wrapper(folder: Path) -> None:
-    """A checkpoint as Lightning has it: a model and a small module, below a wrapper; and the hook's export."""
+def below_a_wrapper(stage: int, folder: Path) -> None:
+    """A checkpoint as Lightning has it: a model and small modules, below a wrapper; and the hook's exports."""
     model = build('llama').bfloat16()
     model.generation_config.update(do_sample=True, temperature=0.6)
     save_base(model, folder / 'base')
     model.config._name_or_path = model.name_or_path = str(folder / 'base')
     wrapper, task = torch.nn.Module(), torch.nn.Module()
-    task.model, task.temperature = model, torch.nn.Linear(1, 1, dtype=torch.bfloat16)
-    wrapper._forward_module = task
-    engine = zero_engine(wrapper, 2)
+    task.model, task.encoder = model, torch.nn.Linear(5, 7).requires_grad_(False)
+    task.encoder.decoder = torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.BatchNorm1d(3))
+    wrapper._forward_module = task.bfloat16()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / 'model')
+        kept = {name: tensor for name, tensor in wrapper.state_dict().items() if 'decoder' in name}
+        save_file(kept, folder / 'decoder.safetensors', {'format': 'pt'})
+    dist.barrier()
+    engine = zero_engine(wrapper, stage)
     engine.save_checkpoint(str(folder / 'checkpoint'), tag='checkpoint')
-    save_hf(engine, folder / 'hook')
+    for writer in WRITERS:
+        save_hf(engine, folder / writer, writer=writer)
+    save_folder(engine.module, folder / 'background', writer='stream', in_background=True)
 
 
 def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
@@ -205,7 +220,7 @@ def finished(tmp_path_factory):
     scenarios: dict[str, Any] = {name: partial(mmengine_run, name, root / name) for name in MMENGINE_RUNS}
     scenarios |= {name: partial(plain_deepspeed, root / name, **options) for name, options in PLAIN.items()}
     scenarios |= {name: partial(mixed_base, *mixed, root / name) for name, mixed in MIXED.items()}
-    scenarios['below_a_wrapper'] = partial(below_a_wrapper, root / 'below_a_wrapper')
+    scenarios |= {f'below_{stage}': partial(below_a_wrapper, stage, root / f'below_{stage}') for stage in (2, 3)}
     scenarios |= {
         name: partial(trainer_with_tokens, *how, root / name) for name, how in (WITH_TOKENS | LOST_TOKENS).items()
     }
@@ -268,13 +283,21 @@ def test_engines_without_a_trainer(finished, name, mode, tmp_path, monkeypatch):
     assert_same_files(found, folder / f'hook_{mode}')
 
 
-def test_a_small_module_beside_the_model_below_a_wrapper(finished, tmp_path, capsys):
-    folder = finished.folder('below_a_wrapper')
+@pytest.mark.parametrize('stage', [2, 3])
+def test_what_is_trained_beside_the_model_below_a_wrapper(finished, stage, tmp_path):
+    folder = finished.folder(f'below_{stage}')
     found = convert(folder / 'checkpoint', tmp_path / 'out', '--base', folder / 'base')
-    assert_same_files(found, folder / 'hook')
     assert json.loads((found / 'generation_config.json').read_text())['temperature'] == 0.6
     assert (found / 'tokenizer.json').read_bytes() == (folder / 'base' / 'tokenizer.json').read_bytes()
-    assert 'not in the model: _forward_module.temperature.weight' in capsys.readouterr().err
+    expected = load_file(folder / 'decoder.safetensors')
+    assert len(expected) == 7 and '_forward_module.encoder.decoder.1.running_var' in expected
+    for saved in (found, *(folder / name for name in (*WRITERS, 'background'))):
+        assert_same_tensors(load_file(saved / 'other_modules' / 'model.safetensors'), expected)
+        assert_same_folder_tensors(saved, folder / 'model')
+        assert_loads_clean(saved, AutoModelForCausalLM)
+    for writer in WRITERS:
+        assert_same_files(found, folder / writer)
+    assert verify([str(folder / 'checkpoint'), str(found), '--base', str(folder / 'base')]) == 0
 
 
 @pytest.mark.parametrize('name', MIXED)

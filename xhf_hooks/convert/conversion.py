@@ -32,6 +32,7 @@ from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
 from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
 from xhf_hooks.meta_model.match import Match, require_all
+from xhf_hooks.meta_model.other_modules import add_other_modules
 from xhf_hooks.meta_model.stored_names import name_as_in_model
 from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
 from xhf_hooks.meta_model.trainer_files import adapter_of_trainer, frozen_only
@@ -106,6 +107,7 @@ class Conversion:
         stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
         dtype = self._dtype_of_frozen(stored)
         has_recorded_trained = checkpoint.trained is not None
+        notes_on_others = add_other_modules(module, stored, checkpoint.trained)
         match = match_checkpoint(self._meta_model, stored, dtype, has_recorded_trained=has_recorded_trained)
         _forget_quantizers(module, stored)
         self._exporter = exporter_for(
@@ -132,7 +134,7 @@ class Conversion:
             self._meta_model.over_base.require_readable()
         of_base = _by_name(match.tensors[name] for name in match.lent)
         self.warnings = [*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)]
-        self.warnings += self._exporter.notes
+        self.warnings += [*notes_on_others, *self._exporter.notes]
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
         self.warnings += self._judge_adapters()
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])

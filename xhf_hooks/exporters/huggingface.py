@@ -140,9 +140,10 @@ class HuggingFaceExporter(Exporter):
             copied = entries_to_copy(self._hf_names, self._reference, self.base_model)
             self._copied, entries = {entry.hf_name for entry in copied}, [*entries, *copied]
             self._hf_names = [entry.hf_name for entry in entries]
-        around = entries_around(self.whole, self._path, specs, dtype)
-        self._around, entries = files_of(around), [*entries, *around]
         read = {name for entry in entries for name in entry.reads}
+        around = entries_around(self.whole, self._path, specs, dtype, read)
+        self._around, entries = files_of(around), [*entries, *around]
+        read.update(name for entry in around for name in entry.reads)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
         return entries
 

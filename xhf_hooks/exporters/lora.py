@@ -136,7 +136,7 @@ class AdapterExporter(Exporter):
                 f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
-        around = entries_around(self.whole, self._path, specs, dtype)
+        around = entries_around(self.whole, self._path, specs, dtype, read)
         self._around = files_of(around)
         read.update(name for entry in around for name in entry.reads)
         self.left_out = tuple(spec.name for spec in specs if spec.name not in read)

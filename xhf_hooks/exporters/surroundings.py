@@ -1,4 +1,7 @@
-"""Modules around the exported model: in a SentenceTransformer the pooling, and modules with weights of their own."""
+"""Modules around the exported model: in a SentenceTransformer the pooling, and modules with weights of their own.
+
+Where the trained model has no ``save_pretrained`` for them, what is trained of them goes to exporters/other_modules.py.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,12 @@ import torch
 from torch import nn
 
 from xhf_hooks.exporters.base import unchanged_entries
+from xhf_hooks.exporters.other_modules import (
+    OTHER_FILES,
+    is_of_other_modules,
+    specs_of_other_modules,
+    write_config_of_other_modules,
+)
 from xhf_hooks.format.index import WEIGHTS_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.format.text import error_text
@@ -44,14 +53,18 @@ class _Written:
 
 
 def entries_around(
-    whole: nn.Module | None, path: str, specs: Sequence[TensorSpec], dtype: str | None
+    whole: nn.Module | None, path: str, specs: Sequence[TensorSpec], dtype: str | None, read: Collection[str]
 ) -> list[ExportEntry]:
-    """The tensors outside of the exported model, in the files of ``whole.save_pretrained``. Runs on: all ranks.
+    """The tensors outside of the exported model. Runs on: all ranks.
+
+    They are in the files of ``whole.save_pretrained``. What is trained, and in none of them, is in
+    :mod:`.other_modules`.
 
     Args:
         whole: The trained model, such as a SentenceTransformer; None if there is only the exported model.
         path: That of the exported model in it.
         dtype: As in ``Exporter.entries``.
+        read: Names of the tensors that the exported model is made of.
     """
     if whole is None or all(spec.name.startswith(f'{path}.') for spec in specs):
         return []
@@ -61,7 +74,9 @@ def entries_around(
         folder, _, name = file.rpartition('/')
         files = FileSet(folder, name.removesuffix(WEIGHTS_SUFFIX), may_split=False)
         entries += unchanged_entries({name: specs[number] for name, number in numbers.items()}, dtype, files)
-    return entries
+    written = {*read, *(name for entry in entries for name in entry.reads)}
+    others = specs_of_other_modules(whole, [spec for spec in specs if spec.name not in written])
+    return entries + unchanged_entries(others, dtype, OTHER_FILES)
 
 
 def files_of(entries: Sequence[ExportEntry]) -> set[str]:
@@ -81,14 +96,16 @@ def write_what_surrounds(folder: Path, whole: nn.Module | None, path: str, plann
     """
     written = _Written() if whole is None else _written_around(whole, path, [n for _, n in names_by_identity(whole)])
     kind = type(whole).__name__
+    for name in planned:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if is_of_other_modules(name):
+            write_config_of_other_modules(folder, path)
     if written.error is not None:
         return [f'modules of {kind} outside of the exported model are not saved: its save_pretrained: {written.error}']
     for name, content in written.files.items():
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-    for name in planned:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
     weights = {*written.unknown, *written.tensors} - {*planned}
     lost = sorted(name for name in weights if not (folder / name).exists())
     if not lost:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xhf_hooks.background.upload import Uploads
+from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
 from xhf_hooks.exporters.tokenizer import find_tokenizer
+from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import prepare_targets
@@ -107,6 +109,12 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     if plan.copied:
         copied = [one.placement.hf_name for one in plan.copied]
         log.info(f'copied from the base model: {counted(len(copied), "tensor")} ({some(copied)})')
+    others = [one.hf_name for one in plan.placements if is_of_other_modules(one.file)]
+    if others:
+        log.info(
+            f'trained outside of the exported model: {counted(len(others), "tensor")} ({some(others)}), saved to '
+            f'{OTHER_FILES.path(WEIGHTS_NAME)}'
+        )
     left_out = [
         name
         for name in exporter.left_out

@@ -25,9 +25,10 @@ class NextTokenLoss(BaseMetric):
 
 
 class Grounding(BaseModel):
-    """Built as Sa2VA's VideoLLaVASAMModel: a chat model of remote code with LoRA, a frozen encoder beside it.
+    """Built as Sa2VA's Sa2VAModel: a chat model of remote code with LoRA, and a frozen encoder beside it.
 
-    It adds tokens to its tokenizer, and rows to the embeddings, as it is made; a projection between the two is trained.
+    It adds tokens to its tokenizer, and rows to the embeddings, as it is made. A projection between the two is trained,
+    and so is the encoder's decoder of masks. Checkpoints have the decoder and the projection beside the chat model.
     """
 
     def __init__(self, mllm: Any, tokenizer: Any, encoder: Any, special_tokens: Sequence[str], lora: Any) -> None:
@@ -41,7 +42,12 @@ class Grounding(BaseModel):
         self.mllm._prepare_llm_for_lora(lora)
         self.grounding_encoder = BUILDER.build(encoder).requires_grad_(False)
         size, out = self.mllm.model.config.llm_config.hidden_size, self.grounding_encoder.config.hidden_size
+        self.sam_mask_decoder = nn.Sequential(nn.Linear(out, out), nn.LayerNorm(out))
         self.text_hidden_fcs = nn.Sequential(nn.Linear(size, size), nn.ReLU(inplace=True), nn.Linear(size, out))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in found.items() if not name.startswith('grounding_encoder.')}
 
     def init_weights(self) -> None:
         pass
@@ -53,4 +59,5 @@ class Grounding(BaseModel):
         with torch.no_grad():
             pixels = torch.cat([image.reshape(-1, *image.shape[-3:]) for image in data['pixel_values']])
             seen = self.grounding_encoder(pixels.to(self.grounding_encoder.dtype)).pooler_output
-        return losses | {'loss_grounding': (projected.mean(1).float() - seen[:1].float()).pow(2).mean()}
+        decoded = self.sam_mask_decoder(seen[:1].to(projected.dtype))
+        return losses | {'loss_grounding': (projected.mean(1).float() - decoded.float()).pow(2).mean()}

@@ -20,6 +20,7 @@ import torch
 import transformers
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import MODERN_PYTHON
@@ -43,7 +44,12 @@ from tests.e2e.xtuner_stack.launches import (
     log_of,
     saves_in,
 )
-from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.compare import (
+    assert_loads_clean,
+    assert_same_folder_tensors,
+    assert_same_tensors,
+    folder_tensors,
+)
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import MODELS, small_config
@@ -112,7 +118,7 @@ def test_the_best_of_a_run_that_validates_and_chats(runs, tmp_path, monkeypatch)
 
 @pytest.mark.skipif(COMPOSITE not in RUNS, reason='this XTuner has no InternVL')
 def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsys):
-    """The chat model goes out, merged, with the tokens that its tokenizer got; what else is trained is named."""
+    """The chat model goes out, merged, with the tokens that its tokenizer got, and what else is trained beside it."""
     use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(COMPOSITE)
@@ -128,7 +134,10 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     head = weights[f'{of_llm}lm_head.modules_to_save.default.weight'].bfloat16()
     assert torch.equal(found['language_model.lm_head.weight'], head)
     assert torch.equal(found['mlp1.1.weight'], weights[f'{inner}mlp1.1.weight'].bfloat16())
-    assert 'text_hidden_fcs' in log_of(work_dir)
+    assert 'trained, but not saved' not in log_of(work_dir)
+    others = {n: tensor.bfloat16() for n, tensor in weights.items() if n.startswith(('text_hidden_fcs.', 'sam_mask_'))}
+    assert len(others) == 8
+    assert_same_tensors(load_file(folder / 'other_modules' / 'model.safetensors'), others)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert '[SEG]' in tokenizer.get_vocab() and len(tokenizer) == len(head)
     model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
@@ -139,8 +148,10 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     converted = convert(tmp_path / 'run', tmp_path / 'converted', '--base', 'internvl', '--trust-remote-code')
     assert_same_folder_tensors(converted, folder)
     assert config_of(converted) == config_of(folder)
+    for name in ('model.safetensors', 'config.json'):
+        assert (converted / 'other_modules' / name).read_bytes() == (folder / 'other_modules' / name).read_bytes()
     told = capsys.readouterr().err
-    assert 'text_hidden_fcs' in told
+    assert 'does not say what was trained: all of its 8 tensors of other modules are written' in told
     assert f'the tokenizer has 131 tokens, but the embeddings were resized from 131 to {len(head)} rows' in told
 
 

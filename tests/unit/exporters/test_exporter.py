@@ -62,18 +62,26 @@ def kinds(entries: list[ExportEntry]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {entry.hf_name: (entry.shape, entry.dtype) for entry in entries}
 
 
-def test_names_outside_are_neither_cut_nor_exported(tmp_path):
+def test_names_outside_are_not_cut_and_are_not_in_the_model(tmp_path):
     """XTuner's own hook strips four characters of every name. What is tied to a tensor outside is read there."""
     llm = build('llama')
     tied = nn.Embedding(*llm.model.embed_tokens.weight.shape)
     tied.weight = llm.model.embed_tokens.weight
-    model = around(a=tied, llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm)
-    entries = entries_of(model)
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    model = around(a=tied, llm_extra=nn.Linear(3, 3), projector=nn.Linear(3, 3), llm=llm, llm_frozen=frozen)
+    others = [entry for entry in entries_of(model) if entry.file_set.folder]
+    assert [entry.hf_name for entry in others] == [
+        'llm_extra.weight',
+        'llm_extra.bias',
+        'projector.weight',
+        'projector.bias',
+    ]
+    entries = [entry for entry in entries_of(model) if not entry.file_set.folder]
     assert kinds(entries) == saved_tensors(llm, tmp_path)
     reads = {entry.hf_name: entry.reads for entry in entries}
     assert reads.pop('model.embed_tokens.weight') == ('a.weight',)
     assert reads == {name: (f'llm.{name}',) for name in reads}
-    assert set(planned(model).left_out) == {f'{m}.{p}' for m in ('llm_extra', 'projector') for p in ('weight', 'bias')}
+    assert planned(model).left_out == ('llm_frozen.weight', 'llm_frozen.bias')
 
 
 def test_undeclared_tie_is_written_under_both_names():

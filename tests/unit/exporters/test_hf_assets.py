@@ -31,7 +31,9 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from tests.helpers.models.adapted import adapted, planned
+from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.converted import assert_same_files
+from tests.helpers.models.adapted import adapted, around, planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import MODELS as ZOO
@@ -39,6 +41,7 @@ from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_con
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
 from xhf_hooks.base_model.files import base_dirs_of
+from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
@@ -240,7 +243,10 @@ def test_what_surrounds_the_exported_model(with_weights, tmp_path):
         assert told == {'linear.weight': ((4, 4), 'BF16', ('2.weight',)), 'linear.bias': ((4,), 'BF16', ('2.bias',))}
     told = "['2_Halved/model.safetensors'] of Sentences are not saved: they hold weights outside of the exported model"
     assert warnings == ([told] if with_weights is Halved else [])
-    assert exporter.left_out == (('2.weight', '2.bias') if with_weights is Halved else ())
+    assert exporter.left_out == ()
+    if with_weights is Halved:  # under their own names then, though nothing of sentence-transformers reads them there
+        assert {one.file_set.folder: one.reads for one in around} == {'other_modules': ('2.bias',)}
+        assert [one.hf_name for one in around] == ['2.weight', '2.bias']
     assert {name: dict(vars(module)) for name, module in whole.named_modules()} == before
 
 
@@ -256,6 +262,31 @@ def test_weights_around_the_exported_model(lora, tmp_path):
     main = {'adapter': {'adapter_model'}, 'both': {'model', 'adapter/adapter_model'}}.get(lora, {'model'})
     assert found == {'2_Projection/model.safetensors', *(f'{name}.safetensors' for name in main)}
     assert (tmp_path / 'found' / 'modules.json').is_file()
+
+
+@pytest.mark.parametrize('lora', [None, 'adapter', 'merge', 'both'])
+def test_what_is_trained_beside_the_exported_model(lora, tmp_path):
+    """As Sa2VA: a decoder of masks in a frozen encoder, and projections; with the names of the state dict."""
+    encoder = around(vision=torch.nn.Linear(4, 4), decoder=torch.nn.Sequential(torch.nn.Linear(4, 3)))
+    encoder.vision.requires_grad_(False)
+    normalized = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    llm = build('llama') if lora is None else adapted('llama')
+    whole = around(llm=llm, grounding_encoder=encoder, text_hidden_fcs=normalized, critic=build('bert'))
+    if lora is None:
+        whole.critic.requires_grad_(False)
+    options = {} if lora is None else {'lora': lora}
+    save_hf(whole, tmp_path / 'found', **options)
+    save_hf(around(llm=llm), tmp_path / 'alone', **options)
+    assert_same_files(tmp_path / 'found', tmp_path / 'alone', but='other_modules')
+    saved = tmp_path / 'found' / 'other_modules'
+    assert json.loads((saved / 'config.json').read_text())['exported_model'] == 'llm'
+    kept = ('grounding_encoder.decoder.', 'text_hidden_fcs.')  # another model of transformers is left to another hook
+    expected = {name: tensor for name, tensor in whole.state_dict().items() if name.startswith(kept)}
+    assert 'text_hidden_fcs.1.running_mean' in expected and len(expected) == 9
+    found = load_file(saved / 'model.safetensors')
+    assert_same_tensors(found, expected)
+    assert whole.load_state_dict(found, strict=False).unexpected_keys == []
+    assert verify([str(tmp_path / 'found')]) == 0
 
 
 @pytest.mark.parametrize('kind', ['LlamaForCausalLM', 'LlamaForSequenceClassification'])

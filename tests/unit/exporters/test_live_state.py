@@ -172,16 +172,26 @@ def test_embeddings_of_images_beside_those_of_tokens(lora, tmp_path):
 # What has no place in the folder
 
 
+OF_CRITIC = 'critic.cls.predictions.transform.dense'
+
+
+def critic() -> nn.Module:
+    """Another model of transformers than the exported one, of which training changes two tensors."""
+    model = build('bert').requires_grad_(False)
+    model.cls.predictions.transform.dense.requires_grad_(True)
+    return model
+
+
 @pytest.mark.parametrize('lora', [True, False])
 def test_trained_tensors_that_are_not_saved_are_named(lora, caplog):
-    model = around(llm=adapted('llama') if lora else build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
+    model = around(llm=adapted('llama') if lora else build('llama'), critic=critic(), frozen=nn.Linear(3, 3))
     model.frozen.requires_grad_(False)
     exporter, log = planned(model), RunLog(logging.getLogger('test_left_out'), 'Door')
     for _ in range(2):
         warn_of_left_out(log, exporter, model)
     (message,) = caplog.messages
     assert caplog.records[0].levelname == 'WARNING' and 'docs/extending.md' in message
-    assert 'trained, but not saved: 2 tensors (mask_head.weight, mask_head.bias)' in message
+    assert f'trained, but not saved: 2 tensors ({OF_CRITIC}.weight, {OF_CRITIC}.bias)' in message
     model.frozen.requires_grad_(True)
     warn_of_left_out(log, exporter, model)
     assert 'trained, but not saved: 4 tensors' in caplog.messages[-1]
@@ -191,13 +201,16 @@ def test_trained_tensors_that_are_not_saved_are_named(lora, caplog):
 def test_every_save_tells_of_them(lora, tmp_path, caplog):
     """Frozen ones are a remark; nothing is said of an adapter's base."""
     caplog.set_level(logging.INFO)
-    model = around(llm=adapted('llama') if lora else build('llama'), mask_head=nn.Linear(3, 3), frozen=nn.Linear(3, 3))
+    llm = adapted('llama') if lora else build('llama')
+    model = around(llm=llm, critic=critic(), frozen=nn.Linear(3, 3), mask_head=nn.Linear(3, 3))
     model.frozen.requires_grad_(False)
     save_hf(model, tmp_path / 'saved', **{'lora': 'adapter'} if lora else {})
-    remarks = [message for message in caplog.messages if 'not exported' in message]
-    assert remarks == ['save_hf: not exported: 2 tensors (frozen.weight, frozen.bias)']
+    (left_out,) = [message for message in caplog.messages if message.startswith('save_hf: not exported: ')]
+    assert 'critic.bert.embeddings.' in left_out and 'mask_head' not in left_out and 'llm.' not in left_out
+    told = 'save_hf: trained outside of the exported model: 2 tensors (mask_head.bias, mask_head.weight), saved to '
+    assert f'{told}other_modules/model.safetensors' in caplog.messages
     (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
-    assert record.levelname == 'WARNING' and 'mask_head.weight' in record.getMessage()
+    assert record.levelname == 'WARNING' and f'{OF_CRITIC}.weight' in record.getMessage()
 
 
 class OfTheScript(transformers.PreTrainedModel):
