@@ -1,5 +1,6 @@
 """What configs of the tests name beside XTuner's own classes."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class Grounding(BaseModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = super().state_dict(*args, **kwargs)
-        return {name: tensor for name, tensor in found.items() if not name.startswith('grounding_encoder.')}
+        kept = [item for item in found.items() if not item[0].startswith('grounding_encoder.')]
+        return OrderedDict(kept)  # a plain dict has no room for MMEngine's `_metadata`
 
     def init_weights(self) -> None:
         pass
