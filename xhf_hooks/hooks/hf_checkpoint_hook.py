@@ -92,6 +92,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             remove_leftovers_in=Path(runner.work_dir) if options.out_dir is None else None,
             # Another run that began in the same second has the same timestamped folder: don't replace its saves
             may_replace=options.out_dir is not None or out_dir == self._saved_to,
+            is_resumed=runner.iter > 0,
             extra_suffixes=[] if self._best is None else self._best.suffixes(),
         )
         self._saves = Run.open(

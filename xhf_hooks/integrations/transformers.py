@@ -71,7 +71,13 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
             options.upload_to = None if options.upload_to is None else f'{options.upload_to}/{trial}'
         self._saves = Run.open(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
-            RunInfo(out_dir, self._when(args, state), kwargs.get('processing_class'), trainer=state),
+            RunInfo(
+                out_dir,
+                self._when(args, state),
+                kwargs.get('processing_class'),
+                trainer=state,
+                is_resumed=state.global_step > 0,
+            ),
             options,
             log,
             on_committed=lambda committed: _add_to_history(state, committed.step, scalars(committed)),

@@ -23,15 +23,33 @@ from xhf_hooks.system.versions import package_versions
 FORMAT_VERSION = 2
 
 
-def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, final_name: str) -> bytes:
+class CommitRecord(NamedTuple):
+    """What a manifest says of the commit, besides the files.
+
+    Attributes:
+        step: The step of the save.
+        number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
+        run: Identifies the training. A run that was resumed has that of the run before it; '' if the manifest does not
+            have it.
+        name: The final name under which it was committed; '' if the manifest does not have it.
+        keep_every: The option ``keep_every`` of the run.
+    """
+
+    step: Step
+    number: int = 0
+    run: str = ''
+    name: str = ''
+    keep_every: int | None = None
+
+    def is_later(self, other: CommitRecord) -> bool:
+        """Whether this save was committed later than the other, under the same final name."""
+        return (self.number, self.step.iteration) > (other.number, other.step.iteration)
+
+
+def describe_folder(folder: Path, save: WrittenSave, commit: CommitRecord) -> bytes:
     """Complete a staging folder, which has all but indexes, and make its manifest. Runs on: rank 0.
 
     Weights are not read: their checksums were computed in memory before the write.
-
-    Args:
-        number: Counts commits under one final name, over all runs.
-        run: Identifies the run.
-        final_name: The name of the folder under which the newest save is found.
     """
     plan, step = save.plan, save.step
     for name, index in plan.indexes.items():  # the shard of each tensor; a save in a single file has none
@@ -43,7 +61,12 @@ def describe_folder(folder: Path, save: WrittenSave, number: int, run: str, fina
         'iteration': step.iteration,
         'packages': package_versions(),
         **save.manifest_fields,
-        'commit': {'number': number, 'run': run, 'name': final_name},
+        'commit': {
+            'number': commit.number,
+            'run': commit.run,
+            'name': commit.name,
+            **({} if commit.keep_every is None else {'keep_every': commit.keep_every}),
+        },
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
     return (json_text(content, indent=1, depth=4) + '\n').encode()  # a line for each tensor
@@ -109,19 +132,16 @@ class Manifest:
 
     Attributes:
         files: The files by relative path, with slashes. The manifest itself is not among them.
-        number: Counts commits under one final name, over all runs; 0 if the manifest does not have it.
-        name: The final name under which it was committed; '' if the manifest does not have it.
     """
 
     files: dict[str, FileRecord]
-    step: Step
-    number: int
-    name: str
+    commit: CommitRecord
     manifest_fields: dict[str, Any] = field(repr=False)
 
-    def is_later(self, other: Manifest) -> bool:
-        """Whether this save was committed later than the other, under the same final name."""
-        return (self.number, self.step.iteration) > (other.number, other.step.iteration)
+    @property
+    def step(self) -> Step:
+        """The step of the save."""
+        return self.commit.step
 
 
 def read_undamaged_manifest(folder: Path) -> Manifest | None:
@@ -169,11 +189,14 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         files = {name: _file(name, found) for name, found in content['files'].items()}
         step = Step(str(content['step']['unit']), _count(content['step']['number']), _count(content['iteration']))
-        commit = content.get('commit', {})
-        number, folder = _count(commit.get('number', 0)), str(commit.get('name', ''))
+        found = content.get('commit', {})
+        keep_every = _count(found.get('keep_every', 0)) or None
+        commit = CommitRecord(
+            step, _count(found.get('number', 0)), str(found.get('run', '')), str(found.get('name', '')), keep_every
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f'{where}: malformed: {type(error).__name__}: {str(error)[:200]}') from None
-    return Manifest(files, step, number, folder, {key: value for key, value in content.items() if key != 'files'})
+    return Manifest(files, commit, {key: value for key, value in content.items() if key != 'files'})
 
 
 def _file(name: str, found: Any) -> FileRecord:

@@ -36,11 +36,10 @@ from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import (
-    Manifest,
+    CommitRecord,
     describe_folder,
     parse_manifest,
     read_manifest,
-    read_undamaged_manifest,
 )
 from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
@@ -59,12 +58,12 @@ class _Occupant(NamedTuple):
 
     Attributes:
         status: Of the folder; None if nothing has the name.
-        manifest: That of the save; None if there is none.
+        saved: What the manifest of the save says; None if there is none.
         problem: Why the name is not ours to use; '' if it is.
     """
 
     status: os.stat_result | None
-    manifest: Manifest | None
+    saved: CommitRecord | None
     problem: str
 
 
@@ -88,6 +87,7 @@ class CheckpointFolder:
         path: Of the newest committed save. At most one target per path is prepared at a time.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         keep_every: As in :class:`.Retention`.
+        is_resumed: As in :class:`.RunInfo`.
         elsewhere: How the user chooses another folder, for messages.
         warn: Called with what the user should know.
 
@@ -106,6 +106,7 @@ class CheckpointFolder:
         max_keep: int,
         *,
         keep_every: int | None = None,
+        is_resumed: bool | None = None,
         elsewhere: str = 'set out_dir to',
         warn: Callable[[str], object] = lambda said: None,
     ) -> None:
@@ -117,13 +118,14 @@ class CheckpointFolder:
         self.siblings = SiblingFolders(path, warn)
         self.staging: Path | None = None
         self._staged_inode = 0
-        self._run = uuid.uuid4().hex
-        self._number: int | None = None  # of the last commit; read at the first
+        self._is_resumed = is_resumed
+        self._last: CommitRecord | None = None  # of the last commit; before the first, of what is there
         self._committed = path  # the last commit: normally `path`; `path_<step>` if foreign files occupy `path`
 
     def extra_target(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
-        return CheckpointFolder(self.path.with_name(f'{self.name}_{suffix}'), max_keep=1, warn=self._warn)
+        path = self.path.with_name(f'{self.name}_{suffix}')
+        return CheckpointFolder(path, max_keep=1, is_resumed=self._is_resumed, warn=self._warn)
 
     def prepare(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
@@ -142,6 +144,8 @@ class CheckpointFolder:
             self._require_ours()
             self._refuse_bases(bases)
             self.recover()
+            with self.siblings.warn_instead_of_raising(f'{self.path.parent}: could not be searched for older saves'):
+                self.siblings.older()  # reads their manifests now, not while ranks wait for the first commit
             if not may_replace and self._require_ours() is not None:
                 raise TargetError(
                     f'{self.path} exists: another process has written it, and may have been killed after that; '
@@ -210,7 +214,8 @@ class CheckpointFolder:
         for file in save.plan.files:
             check_file(staging / file.name, file.header, file.nbytes)
         occupant = self._look_at_newest()
-        manifest = describe_folder(staging, save, self._next_number(occupant), self._run, self.name)
+        commit = self._next_commit(save.step, occupant)
+        manifest = describe_folder(staging, save, commit)
         for path in staging.rglob('*'):
             fsync(path)
         if verify == 'full':
@@ -220,7 +225,7 @@ class CheckpointFolder:
         fsync(part)
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
-        self._publish(staging, save.step, occupant)
+        self._publish(staging, commit, occupant)
         if self.is_for_save_hf:  # after the call, the user's code may delete the folder, or end the process
             self.siblings.deletion.wait()
         return self._committed
@@ -264,8 +269,8 @@ class CheckpointFolder:
                 f'not ended well; if it is still running, stop one of the two runs'
             )
 
-    def _require_ours(self) -> Manifest | None:
-        """Returns the manifest of the newest save, if there is one.
+    def _require_ours(self) -> CommitRecord | None:
+        """Returns what the manifest of the newest save says, if there is one.
 
         Raises:
             TargetError: Something else has its name.
@@ -276,21 +281,21 @@ class CheckpointFolder:
                 f'{self.path} {occupant.problem}, and a save would replace it; move it away, or {self.elsewhere} '
                 f'another'
             )
-        return occupant.manifest
+        return occupant.saved
 
     def _look_at_newest(self) -> _Occupant:
         status = look_up(self.path)
-        manifest, problem = None, ''
+        saved, problem = None, ''
         try:
             if status is not None and not stat.S_ISDIR(status.st_mode):
                 problem = 'is not a folder'
             elif status is not None:
-                manifest = read_undamaged_manifest(self.path)
-                if manifest is None and any(self.path.iterdir()):
+                saved = self.siblings.record_of(self.path)
+                if saved is None and any(self.path.iterdir()):
                     problem = 'holds files that this package did not write'
         except OSError as error:
             problem = f'cannot be read ({error})'
-        return _Occupant(status, manifest, problem)
+        return _Occupant(status, saved, problem)
 
     def _refuse_bases(self, bases: Iterable[str | Path]) -> None:
         self.siblings.guard(bases)
@@ -309,8 +314,7 @@ class CheckpointFolder:
                 with warn_instead_of_raising(f'{left}, which an earlier save left, could not be cleaned up'):
                     self._recover_save(left)
             for left in self.siblings.find(*unneeded):
-                with warn_instead_of_raising(f'{left}, which is no longer needed, could not be deleted'):
-                    self.siblings.remove(left)
+                self.siblings.remove_discarded(left)
 
     def _recover_save(self, left: Path) -> None:
         # Each look-up refreshes the client's cache, so that the manifest is read in the folder that has the name now
@@ -320,22 +324,32 @@ class CheckpointFolder:
             self.siblings.remove(left)
             return
         look_up(self.path)
-        newest = read_undamaged_manifest(self.path)
+        newest = self.siblings.record_of(self.path)
         if newest is None:
             os.rename(left, self.path)  # fails, with a warning, if foreign files are there
-        elif saved.is_later(newest) and not self.siblings.is_base(self.path):
+        elif saved.commit.is_later(newest) and not self.siblings.is_base(self.path):
             self.siblings.add_older(self._replace_newest(left), newest)
         else:
-            self.siblings.add_older(left, saved)
+            self.siblings.add_older(left, saved.commit)
 
-    def _next_number(self, occupant: _Occupant) -> int:
-        """A number above those of all saves here, since a user may have given an older save the newest one's name."""
-        if self._number is None:
-            self._number = max((saved.number for saved in self.siblings.older().values()), default=0)
-        self._number = 1 + max(self._number, occupant.manifest.number if occupant.manifest else 0)
-        return self._number
+    def _next_commit(self, step: Step, occupant: _Occupant) -> CommitRecord:
+        """What the manifest of the next save says of its commit.
 
-    def _publish(self, staging: Path, step: Step, occupant: _Occupant) -> None:
+        Its number is above those of all saves here, since a user may have given an older save the newest one's name.
+        """
+        if self._last is None:
+            found = [*filter(None, [occupant.saved]), *self.siblings.older().values()]
+            newest = found[0] if found else None
+            is_resumed = self._is_resumed
+            if is_resumed is None and newest is not None:
+                is_resumed = newest.step.iteration <= step.iteration
+            run = newest.run if is_resumed and newest is not None else ''
+            self._last = CommitRecord(step, max((one.number for one in found), default=0), run or uuid.uuid4().hex)
+        number = 1 + max(self._last.number, occupant.saved.number if occupant.saved else 0)
+        self._last = CommitRecord(step, number, self._last.run, self.name, self.retention.keep_every)
+        return self._last
+
+    def _publish(self, staging: Path, commit: CommitRecord, occupant: _Occupant) -> None:
         """Give a complete save the name of the newest one, or one of its own if foreign files have that name.
 
         Args:
@@ -348,7 +362,7 @@ class CheckpointFolder:
             occupant = self._look_at_newest()
         replaced, retention, self._committed = None, self.retention, self.path
         if occupant.problem:  # for example, a user has removed the manifest; that is no reason to lose a finished save
-            self._committed = unused(self.path.with_name(f'{self.name}_{step.label}'))
+            self._committed = unused(self.path.with_name(f'{self.name}_{commit.step.label}'))
             os.rename(staging, self._committed)
             if retention.max_keep != -1:  # this save counts as an older one, since `path` itself holds none
                 retention = replace(retention, max_keep=retention.max_keep + 1)
@@ -364,7 +378,8 @@ class CheckpointFolder:
         what = f'{self.path}: the new save is complete, but not all is cleaned up'
         with self.siblings.warn_instead_of_raising(what):
             fsync(self.path.parent)  # before anything is deleted
-            self.siblings.retain(replaced, occupant.manifest, step, retention)
+            self.siblings.remember(self._committed, commit)
+            self.siblings.retain(replaced, occupant.saved, commit, retention)
 
     def _replace_newest(self, new: Path) -> Path:
         """Give ``new`` the name of the newest save; returns the new path of the old folder.

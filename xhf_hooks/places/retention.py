@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Save = TypeVar('Save')
+
+
+class Origin(NamedTuple):
+    """What decides whether a save stays.
+
+    Attributes:
+        iteration: Iterations done at the save.
+        run: Identifies the training that made it; a resumed run goes on with the training of the run before it.
+        keep_every: That option of the run.
+    """
+
+    iteration: int
+    run: str = ''
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)
 class Retention:
     """The newest saves stay. With ``keep_every``, the first at or after each multiple of it stays for good, too.
+
+    Each training keeps its own saves for good, whatever other trainings save into the same folder.
 
     Attributes:
         max_keep: How many of the newest saves stay; -1 keeps all.
@@ -23,20 +39,25 @@ class Retention:
     max_keep: int
     keep_every: int | None = None
 
-    def find_superfluous(self, saves: Iterable[tuple[Save, int]]) -> list[Save]:
+    def find_superfluous(self, saves: Iterable[tuple[Save, Origin]]) -> list[Save]:
         """The saves to delete.
 
         Args:
-            saves: Each save with its number of iterations, from the last commit to the first.
+            saves: Each save with its origin, from the last commit to the first. The first one is of the training whose
+                options these are.
         """
         ordered = list(saves)
         if self.max_keep == -1:
             return []
-        first: dict[int, int] = {}  # n: place of the first save before (n + 1) * keep_every, and from n * keep_every on
-        for place, (_, iteration) in enumerate(ordered if self.keep_every is not None else ()):
-            multiple = iteration // (self.keep_every or 1)
+        # Of a training, keep_every and n: place of the first save from n * keep_every to (n + 1) * keep_every - 1
+        first: dict[tuple[str, int, int], int] = {}
+        for place, (_, origin) in enumerate(ordered):
+            every = self.keep_every if origin.run == ordered[0][1].run else origin.keep_every
+            if every is None or origin.iteration < every:
+                continue
+            multiple = (origin.run, every, origin.iteration // every)
             # Of two saves of one iteration, which a resumed run makes, the one committed last stays
-            if multiple > 0 and (multiple not in first or iteration < ordered[first[multiple]][1]):
+            if multiple not in first or origin.iteration < ordered[first[multiple]][1].iteration:
                 first[multiple] = place
         stays = {*range(self.max_keep), *first.values()}
         return [save for place, (save, _) in enumerate(ordered) if place not in stays]

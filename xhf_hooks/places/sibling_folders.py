@@ -11,18 +11,17 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import FileRecord, Manifest, read_manifest, read_undamaged_manifest
+from xhf_hooks.integrity.manifest import CommitRecord, FileRecord, Manifest, read_manifest, read_undamaged_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
-from xhf_hooks.places.retention import Retention
-from xhf_hooks.planning.types import Step
+from xhf_hooks.places.retention import Origin, Retention
 
 
 class SiblingFolders:
@@ -36,6 +35,10 @@ class SiblingFolders:
         deletion: Deletes the saves that a commit has made superfluous. Wait for it before the next save, and at each
             end of a run.
     """
+
+    #: What manifests say of their commits, by what identifies their files. A manifest is never changed, and has a line
+    #: for each tensor: it is read once. Of the process, since each call of ``save_hf`` makes an object of this class.
+    _records: ClassVar[dict[tuple[int, ...], CommitRecord | None]] = {}
 
     def __init__(self, newest: Path, warn: Callable[[str], object]) -> None:
         self._newest, self._warn = newest, warn
@@ -88,7 +91,27 @@ class SiblingFolders:
         pattern = re.compile(rf'\.{re.escape(self._newest.name)}\.({"|".join(kinds)})-[0-9a-f]{{12}}')
         return sorted(path for path in self._newest.parent.iterdir() if pattern.fullmatch(path.name))
 
-    def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, Manifest]:
+    def record_of(self, folder: Path) -> CommitRecord | None:
+        """What the manifest of a folder says of the commit; None if it is missing or damaged.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        identity = _identify(folder)
+        if identity is None:
+            return None
+        if identity not in self._records:
+            manifest = read_undamaged_manifest(folder)
+            self._records[identity] = None if manifest is None else manifest.commit
+        return self._records[identity]
+
+    def remember(self, folder: Path, commit: CommitRecord) -> None:
+        """Remember what :meth:`record_of` would read in this folder, whose save was just committed."""
+        identity = _identify(folder)
+        if identity is not None:
+            self._records[identity] = commit
+
+    def older(self, label: str = r'(iter|epoch)_\d+') -> dict[Path, CommitRecord]:
         """Older saves, from the last commit to the first.
 
         Only folders that were once the newest save here, as their manifests say. A save that ``save_hf`` made as
@@ -104,14 +127,14 @@ class SiblingFolders:
         for path in self._newest.parent.iterdir():
             if re.fullmatch(rf'{name}_{label}(_\d+)?', path.name) and is_folder(path):
                 with self.warn_instead_of_raising(f'{path} cannot be read, so it stays'):
-                    saved = read_undamaged_manifest(path)
+                    saved = self.record_of(path)
                     is_ours = saved is not None and saved.name == self._newest.name
                     if saved and is_ours and re.fullmatch(rf'{name}_{saved.step.label}(_\d+)?', path.name):
                         found[path] = saved
         by_commit = sorted(found.items(), key=lambda one: (one[1].number, one[1].step.iteration), reverse=True)
         return dict(by_commit)
 
-    def add_older(self, folder: Path, saved: Manifest) -> None:
+    def add_older(self, folder: Path, saved: CommitRecord) -> None:
         """Name a complete save as older saves are named (``hf_model_iter_5``), plus a number if that name is taken."""
         wanted = self._newest.with_name(f'{self._newest.name}_{saved.step.label}')
         path = unused(wanted)
@@ -120,56 +143,55 @@ class SiblingFolders:
         if path != wanted:
             self._warn(f'{wanted} is not replaced; the older save of {saved.step.label} is {path}')
 
-    def retain(self, replaced: Path | None, saved: Manifest | None, newest: Step, retention: Retention) -> None:
+    def retain(
+        self, replaced: Path | None, saved: CommitRecord | None, newest: CommitRecord, retention: Retention
+    ) -> None:
         """After a commit, and at no other time: delete the saves that are too many.
 
         Args:
             replaced: The folder that had the name of the newest save, if any; it becomes an older one.
-            saved: Its manifest; None if it was empty.
-            newest: The step that was just committed.
+            saved: What its manifest says; None if it was empty.
+            newest: What was just committed.
             retention: Which saves stay.
         """
-        last = (self._newest, newest.iteration)  # always stays
+        last = (self._newest, _origin(newest))  # always stays
         if replaced is not None and saved is None:
             self._delete(replaced, None)
         elif replaced is not None and saved is not None:
             # Superfluous even without other saves, as with max_keep_ckpts=1: no need to name it as an older one first
-            is_superfluous = retention.find_superfluous([last, (replaced, saved.step.iteration)]) == [replaced]
-            if saved.step == newest or is_superfluous:
-                self.discard(replaced, saved)
+            is_superfluous = retention.find_superfluous([last, (replaced, _origin(saved))]) == [replaced]
+            if is_superfluous or _is_same_again(saved, newest):
+                self.discard(replaced)
             else:
                 for path, older in self.older(saved.step.label).items():
-                    # Saved again by a run that went back. Not if the same epoch ended at another iteration
-                    if older.step == saved.step:
-                        self.discard(path, older)
+                    if _is_same_again(older, saved):
+                        self.discard(path)
                 self.add_older(replaced, saved)
         if retention.max_keep == -1:
             return
-        older_saves = self.older()
-        iterations = [(path, older.step.iteration) for path, older in older_saves.items()]
-        for path in retention.find_superfluous([last, *iterations]):
-            self.discard(path, older_saves[path])
+        origins = [(path, _origin(older)) for path, older in self.older().items()]
+        for path in retention.find_superfluous([last, *origins]):
+            self.discard(path)
 
-    def discard(self, folder: Path, saved: Manifest) -> None:
+    def discard(self, folder: Path) -> None:
         """Delete a complete save, in the background.
 
         It is renamed first, since a half-deleted folder must not look like a save. Anything that cannot be deleted now,
         such as a file that a reader holds open on NFS, stays under the new name until the next save or run deletes it.
-
-        Args:
-            saved: Its manifest.
         """
-        what = f'{folder}, which is no longer needed, could not be deleted'
-
-        def delete(discarded: Path) -> None:
-            with self.warn_instead_of_raising(what):
-                self._delete(discarded, saved)
-
-        with self.warn_instead_of_raising(what):
+        with self.warn_instead_of_raising(f'{folder}, which is no longer needed, could not be deleted'):
             self.require_no_base(folder)
+            identity = _identify(folder)
             discarded = new_name(self._newest, 'discarded')
             os.rename(folder, discarded)
-            self.deletion.start(partial(delete, discarded))
+            if identity is not None:
+                self._records.pop(identity, None)
+            self.deletion.start(lambda: self.remove_discarded(discarded))
+
+    def remove_discarded(self, path: Path) -> None:
+        """Delete a temporary file or folder that is no longer needed; a failure is a warning, given once."""
+        with self.warn_instead_of_raising(f'{path}, which is no longer needed, could not be deleted'):
+            self.remove(path)
 
     def remove(self, path: Path) -> None:
         """Delete a temporary file or folder of this package.
@@ -211,6 +233,27 @@ class SiblingFolders:
         (path / MANIFEST_NAME).unlink(missing_ok=True)
         what = self._newest if saved is None else f'the save of {saved.step.label}'
         self._warn(f'{some(sorted(foreign))} in {what} did not come from this package, or was changed; now in {path}')
+
+
+def _identify(folder: Path) -> tuple[int, ...] | None:
+    """What identifies the manifest of a folder and its content; None if there is none."""
+    try:
+        status = os.stat(folder / MANIFEST_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _origin(commit: CommitRecord) -> Origin:
+    return Origin(commit.step.iteration, commit.run, commit.keep_every)
+
+
+def _is_same_again(old: CommitRecord, new: CommitRecord) -> bool:
+    """Whether a training that was resumed has made the same save again.
+
+    Not if an epoch of the same number ended at another iteration.
+    """
+    return (old.step, old.run) == (new.step, new.run)
 
 
 def _is_saved(path: Path, saved: FileRecord | None) -> bool:

@@ -33,7 +33,7 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
-from xhf_hooks.places.retention import Retention
+from xhf_hooks.places.retention import Origin, Retention
 from xhf_hooks.system.files import errors_naming
 
 _FORMAT_VERSION = 3
@@ -177,7 +177,9 @@ class StoredSaves:
         pointer = self._current()
         saves = (*pointer.saves, save_name)
         self._iterations[save_name] = content.step.iteration
-        outdated = self.retention.find_superfluous((save, self._iterations.get(save, 0)) for save in reversed(saves))
+        outdated = self.retention.find_superfluous(
+            (save, Origin(self._iterations.get(save, 0))) for save in reversed(saves)
+        )
         kept = tuple(save for save in saves if save not in outdated)
         self._write(replace(pointer, newest=save_name, saves=kept, step=step, writing=None))
         try:

@@ -106,7 +106,11 @@ class Run:
         """
         outcomes = Outcomes(log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result)
         newest = CheckpointFolder(
-            info.folder.absolute(), options.max_keep_ckpts, keep_every=options.keep_every, warn=log.warning
+            info.folder.absolute(),
+            options.max_keep_ckpts,
+            keep_every=options.keep_every,
+            is_resumed=info.is_resumed,
+            warn=log.warning,
         )
         extra_targets = {suffix: newest.extra_target(suffix) for suffix in info.extra_suffixes}
         targets = [newest, *extra_targets.values()]

@@ -23,6 +23,9 @@ class RunInfo:
             of the run are named after it.
         remove_leftovers_in: A work_dir from which leftovers of killed runs are removed.
         may_replace: Whether saves may replace those that are there before the run.
+        is_resumed: Whether training goes on from a checkpoint, and so with the training that made the newest save in
+            the folder; False: it begins anew. None: unknown, so it goes on if its first save has no smaller step than
+            that one. Each training keeps its own saves of ``keep_every``.
         extra_suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
     """
 
@@ -33,4 +36,5 @@ class RunInfo:
     timestamp: str | None = None
     remove_leftovers_in: Path | None = None
     may_replace: bool = True
+    is_resumed: bool | None = None
     extra_suffixes: Sequence[str] = ()

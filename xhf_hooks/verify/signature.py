@@ -29,7 +29,7 @@ def check_signatures(check: FolderCheck, *, read: bool) -> None:
     """
     places = {SIGNATURE_NAME: check.path / SIGNATURE_NAME}
     if check.manifest is not None:
-        results = f'{check.manifest.name}_on_saved', check.manifest.step.label
+        results = f'{check.manifest.commit.name}_on_saved', check.manifest.step.label
         if all(Path(part).name == part for part in results):  # anybody may have written the manifest
             places['/'.join(('..', *results, SIGNATURE_NAME))] = check.path.absolute().parent.joinpath(
                 *results, SIGNATURE_NAME

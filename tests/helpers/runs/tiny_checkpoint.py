@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import describe_folder
+from xhf_hooks.integrity.manifest import CommitRecord, describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.planner import make_plan
@@ -69,7 +69,7 @@ def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
     plan = tiny_plan()
     save = WrittenSave(plan, stage(folder, plan, number), iteration(number))
-    manifest = describe_folder(folder.staging, save, 0, '', folder.name)
+    manifest = describe_folder(folder.staging, save, CommitRecord(save.step, name=folder.name))
     (folder.staging / MANIFEST_NAME).write_bytes(manifest)
     path = folder.path.with_name(name)
     os.rename(folder.staging, path)

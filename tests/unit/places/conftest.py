@@ -35,8 +35,8 @@ def said() -> list[str]:
 def claim(tmp_path, said) -> Claim:
     """Claims ``hf_model``, once more if that is asked for."""
 
-    def claimed(max_keep: int = 1, bases: Iterable[Path] = (), keep_every: int | None = None) -> CheckpointFolder:
-        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, keep_every=keep_every, warn=said.append)
+    def claimed(max_keep: int = 1, bases: Iterable[Path] = (), **options: Any) -> CheckpointFolder:
+        target = CheckpointFolder(tmp_path / 'hf_model', max_keep, warn=said.append, **options)
         target.prepare(bases)
         return target
 

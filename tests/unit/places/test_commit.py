@@ -21,6 +21,7 @@ from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places import checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
+from xhf_hooks.places.sibling_folders import SiblingFolders
 from xhf_hooks.planning.plan import WrittenSave
 
 
@@ -72,11 +73,54 @@ def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
 )
 def test_the_first_save_of_every_three_iterations_stays(max_keep, runs, older, tmp_path, both_ways, claim):
     for numbers in runs:
-        folder = claim(max_keep, keep_every=3)
+        folder = claim(max_keep, keep_every=3, is_resumed=True)
         for number in numbers:
             commit_one(folder, number)
         folder.unlock()
     assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
+    assert hidden(tmp_path) == set()
+
+
+#: Of two trainings in one folder: for each, its options and the iterations of its saves; the folders at the end.
+TRAININGS = {
+    'each keeps its own for good': (
+        (dict(keep_every=10, is_resumed=False), (7, 14, 21, 28, 35)),
+        (dict(keep_every=10, is_resumed=False), (8, 16, 24, 32, 40)),
+        {'': 40, **{f'_iter_{n}': n for n in (14, 16, 21, 24, 32, 35)}},
+    ),
+    'the second keeps none for good': (
+        (dict(keep_every=3, is_resumed=False), (1, 3, 4, 6)),
+        (dict(max_keep=2, is_resumed=False), (1, 2, 3)),
+        {'': 3, '_iter_2': 2, '_iter_3': 3, '_iter_6': 6},
+    ),
+    'at the same iterations': (
+        (dict(max_keep=-1, is_resumed=False), (1, 2)),
+        (dict(max_keep=-1, is_resumed=False), (1, 2)),
+        {'': 2, '_iter_1': 1, '_iter_1_2': 1, '_iter_2': 2},
+    ),
+    'it goes on behind the last save': (
+        (dict(keep_every=3), (4, 5)),
+        (dict(keep_every=3), (5, 8, 9)),
+        {'': 9, '_iter_4': 4, '_iter_8': 8},
+    ),
+    'it begins before the last save': (
+        (dict(keep_every=3), (4, 5)),
+        (dict(keep_every=3), (3, 6)),
+        {'': 6, '_iter_3': 3, '_iter_4': 4},
+    ),
+}
+
+
+@pytest.mark.parametrize('case', TRAININGS)
+def test_two_trainings_save_into_one_folder(case, tmp_path, both_ways, claim):
+    """The newest saves are counted over both. What a training keeps for good, no other one deletes."""
+    *runs, expected = TRAININGS[case]
+    for options, numbers in runs:
+        folder = claim(**options)
+        for number in numbers:
+            commit_one(folder, number)
+        folder.unlock()
+    assert visible(tmp_path) == {f'hf_model{suffix}': n for suffix, n in expected.items()}
     assert hidden(tmp_path) == set()
 
 
@@ -263,15 +307,28 @@ def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, mon
     assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 2}
 
 
-def test_a_commit_reads_the_manifest_of_the_replaced_save_once(folder, both_ways, monkeypatch):
-    """It has a line for each tensor."""
-    commit_one(folder, 1)
+def test_a_commit_reads_no_manifest_however_many_older_saves_there_are(claim, both_ways, tmp_path, monkeypatch):
+    """It has a line for each tensor. Those of other runs are read once, before training."""
+    folder = claim(max_keep=3, keep_every=2)
+    for number in range(1, 10):
+        commit_one(folder, number)
+    folder.unlock()
+    monkeypatch.setattr(SiblingFolders, '_records', {})  # as in another process
     read, parse = [], manifest.parse_manifest
     monkeypatch.setattr(manifest, 'parse_manifest', lambda data, where: read.append(where) or parse(data, where))
-    commit_one(folder, 2)
-    folder.siblings.deletion.wait()
-    assert read == [str(folder.path / MANIFEST_NAME)]
-    assert visible(folder.path.parent) == {'hf_model': 2}
+    again = claim(max_keep=3, keep_every=2)
+    assert sorted(read) == sorted(str(path) for path in tmp_path.glob(f'hf_model*/{MANIFEST_NAME}')) and len(read) == 6
+    read.clear()
+    monkeypatch.setattr(again.siblings.deletion, 'start', (deletions := []).append)
+    plan = tiny_plan()
+    for number in (10, 11, 12):
+        again.commit(WrittenSave(plan, stage(again, plan, number), iteration(number)))
+        assert read == []
+        for delete in deletions:
+            delete()
+        assert [Path(where).parent.name.partition('-')[0] for where in read] == ['.hf_model.discarded'] * len(deletions)
+        read.clear(), deletions.clear()
+    assert visible(tmp_path) == {'hf_model': 12, **{f'hf_model_iter_{n}': n for n in (2, 4, 6, 8, 10, 11)}}
 
 
 def test_a_save_that_gets_the_name_during_a_commit_is_looked_at_again(folder, both_ways, monkeypatch):

@@ -120,7 +120,7 @@ def test_the_last_save_is_made_again_only_if_it_failed_and_not_the_best_one(fail
             saves.wait_for_background_save()
     saves.finish(iteration(20))
     assert assert_whole(tmp_path / 'hf_model') == 20
-    assert read_manifest(tmp_path / 'hf_model').number == 1, 'how often it was committed'
+    assert read_manifest(tmp_path / 'hf_model').commit.number == 1, 'how often it was committed'
 
 
 @pytest.fixture
