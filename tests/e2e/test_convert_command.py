@@ -161,7 +161,7 @@ def test_what_is_killed_halfway_leaves_nothing_under_the_name(trained, tmp_path)
 BETWEEN_RENAMES = """
 import os, signal, sys
 from xhf_hooks.cli.convert import main
-from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places import replacement
 
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server of a run that saves on it blocks it
 rename = os.rename
@@ -171,7 +171,7 @@ def renamed(old, new):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     rename(old, new)
 
-checkpoint_folder.exchange = lambda one, other: False
+replacement.exchange = lambda one, other: False
 os.rename = renamed
 sys.exit(main(sys.argv[2:]))
 """

@@ -14,8 +14,8 @@
 
 On Linux, one system call exchanges the old and the new folder, so ``hf_model`` is always a complete save. Where that
 is not possible (NFS, MooseFS), the old one is first renamed, and :meth:`CheckpointFolder.recover` restores it if the
-run is killed in between. A complete save is deleted only after the commit of a newer one. Whatever fails while cleaning
-up is a warning.
+run is killed in between (:mod:`.replacement` has a third way). A complete save is deleted only after the commit of a
+newer one. Whatever fails while cleaning up is a warning.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from xhf_hooks.integrity.manifest import (
     parse_manifest,
     read_manifest,
 )
-from xhf_hooks.places.file_system import exchange, fsync, look_up, new_name, unused
+from xhf_hooks.places.file_system import fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
+from xhf_hooks.places.replacement import replace_by_deleting, replace_folder, require_replaceable
 from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.sibling_folders import SiblingFolders
 from xhf_hooks.planning.plan import WrittenSave
@@ -136,16 +137,17 @@ class CheckpointFolder:
             remedy: What else the user may do if it may not, for the message.
 
         Raises:
-            TargetError: The folder is not writable, is in use by another run, or holds foreign files, one of the bases
-                or a save that must not be replaced.
+            TargetError: The folder is not writable, is a mount point, is in use by another run, or holds foreign files,
+                one of the bases or a save that must not be replaced.
         """
         self._take_lock()
         try:
+            require_replaceable(self.path, self.elsewhere)
             self._require_ours()
             self._refuse_bases(bases)
             self.recover()
-            with self.siblings.warn_instead_of_raising(f'{self.path.parent}: could not be searched for older saves'):
-                self.siblings.older()  # reads their manifests now, not while ranks wait for the first commit
+            with self.siblings.warn_instead_of_raising(f'{self.path.parent} could not be searched for older saves'):
+                self.siblings.older()  # reads manifests now, not while ranks wait for a commit
             if not may_replace and self._require_ours() is not None:
                 raise TargetError(
                     f'{self.path} exists: another process has written it, and may have been killed after that; '
@@ -328,7 +330,9 @@ class CheckpointFolder:
         if newest is None:
             os.rename(left, self.path)  # fails, with a warning, if foreign files are there
         elif saved.commit.is_later(newest) and not self.siblings.is_base(self.path):
-            self.siblings.add_older(self._replace_newest(left), newest)
+            replaced = self._replace_newest(left)
+            if replaced is not None:
+                self.siblings.add_older(replaced, newest)
         else:
             self.siblings.add_older(left, saved.commit)
 
@@ -339,12 +343,10 @@ class CheckpointFolder:
         """
         if self._last is None:
             found = [*filter(None, [occupant.saved]), *self.siblings.older().values()]
-            newest = found[0] if found else None
-            is_resumed = self._is_resumed
-            if is_resumed is None and newest is not None:
-                is_resumed = newest.step.iteration <= step.iteration
-            run = newest.run if is_resumed and newest is not None else ''
-            self._last = CommitRecord(step, max((one.number for one in found), default=0), run or uuid.uuid4().hex)
+            newest = next(iter(found), CommitRecord(step))
+            goes_on = newest.step.iteration <= step.iteration if self._is_resumed is None else self._is_resumed
+            run = (newest.run if goes_on else '') or uuid.uuid4().hex
+            self._last = CommitRecord(step, max(one.number for one in (newest, *found)), run)
         number = 1 + max(self._last.number, occupant.saved.number if occupant.saved else 0)
         self._last = CommitRecord(step, number, self._last.run, self.name, self.retention.keep_every)
         return self._last
@@ -381,30 +383,18 @@ class CheckpointFolder:
             self.siblings.remember(self._committed, commit)
             self.siblings.retain(replaced, occupant.saved, commit, retention)
 
-    def _replace_newest(self, new: Path) -> Path:
-        """Give ``new`` the name of the newest save; returns the new path of the old folder.
+    def _replace_newest(self, new: Path) -> Path | None:
+        """Give ``new`` the name of the newest save; returns the new path of the old folder, or None if it is deleted.
 
         Raises:
             OSError, TargetError: The save was not replaced; the message says so if the old folder lost its name.
         """
         self.siblings.require_no_base(self.path)
-        if exchange(new, self.path):
-            return new
-        previous = new_name(self.path, 'previous')
-        os.rename(self.path, previous)
-        try:
-            os.rename(new, self.path)
-        except BaseException as error:  # KeyboardInterrupt, too
-            if look_up(self.path) is None:
-                self._put_back(previous, error)
-            raise
-        return previous
-
-    def _put_back(self, previous: Path, error: BaseException) -> None:
-        try:
-            os.rename(previous, self.path)
-        except OSError as second:
-            raise TargetError(
-                f'{self.path} was not replaced ({error}), and is missing, since the save that had this name could not '
-                f'get it back ({second}). That save is complete, as {previous}; the next save or run gives it its name'
-            ) from error
+        replaced = replace_folder(new, self.path)
+        if replaced is None:
+            replace_by_deleting(new, self.path, self.siblings.delete_in_place)
+            self._warn(
+                f'{self.path} could not be renamed, as in a lower layer of an overlay file system (of an image of a '
+                f'container). It was deleted, and after that the new save got its name'
+            )
+        return replaced

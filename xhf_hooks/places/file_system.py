@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -75,12 +76,19 @@ def exchange(one: Path, other: Path) -> bool:
     """Swap two existing paths so that no reader ever finds either name missing.
 
     Returns:
-        False if this kernel or file system does not support it (NFS, macOS); then nothing happened.
+        False if this kernel or file system does not support it (NFS, macOS), also of one of these folders (a lower
+        layer of an overlay); then nothing happened.
 
     Raises:
         OSError: The call is supported but failed.
     """
-    return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE, of=(one, other))
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    try:
+        return renameat2(*paths, _RENAME_EXCHANGE, of=(one, other))
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            return False
+        raise
 
 
 def clone(source: Path, to: Path) -> bool:

@@ -214,23 +214,44 @@ class SiblingFolders:
 
     def _delete(self, folder: Path, saved: Manifest | None) -> None:
         """Delete the files of a save. If there are foreign or changed files, the folder stays with these, renamed."""
-        files = files_in(folder)
-        files.pop(MANIFEST_NAME, None)
-        saved_files = {} if saved is None else saved.files
-        foreign = {name for name, path in files.items() if not _is_saved(path, saved_files.get(name))}
+        files, foreign = _split_files(folder, saved)
         if not foreign:
             remove_tree(folder)
             return
-        for name in files.keys() - foreign:
-            files[name].unlink()
-        for inner in sorted({inner for name in saved_files for inner in Path(name).parents}, reverse=True):
-            with contextlib.suppress(OSError):  # foreign files are in it
-                (folder / inner).rmdir()
-        apart = f'{self._newest.name}_others' if saved is None else f'{self._newest.name}_others_{saved.step.label}'
-        path = unused(self._newest.with_name(apart))
+        _delete_files(folder, files)
+        path = self._name_for_others(saved)
         os.rename(folder, path)
         # After the rename: if the process dies before, the next start finds the folder with its manifest, and does it
         (path / MANIFEST_NAME).unlink(missing_ok=True)
+        self._warn_of_others(foreign, saved, path)
+
+    def delete_in_place(self, folder: Path) -> None:
+        """Delete a save that cannot be renamed; foreign or changed files are moved out of it, one by one.
+
+        The manifest goes last: if the process dies before, the next start knows that the folder is ours.
+
+        Raises:
+            OSError, XhfError: It cannot be deleted, or must not be.
+        """
+        saved = read_manifest(folder)
+        files, foreign = _split_files(folder, saved)
+        if foreign:
+            path = self._name_for_others(saved)
+            for name, file in foreign.items():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(file, path / name)
+            self._warn_of_others(foreign, saved, path)
+        _delete_files(folder, files)
+        for inner in sorted((inner for inner in folder.rglob('*') if inner.is_dir()), reverse=True):
+            inner.rmdir()
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        folder.rmdir()
+
+    def _name_for_others(self, saved: Manifest | None) -> Path:
+        apart = f'{self._newest.name}_others' if saved is None else f'{self._newest.name}_others_{saved.step.label}'
+        return unused(self._newest.with_name(apart))
+
+    def _warn_of_others(self, foreign: Iterable[str], saved: Manifest | None, path: Path) -> None:
         what = self._newest if saved is None else f'the save of {saved.step.label}'
         self._warn(f'{some(sorted(foreign))} in {what} did not come from this package, or was changed; now in {path}')
 
@@ -254,6 +275,24 @@ def _is_same_again(old: CommitRecord, new: CommitRecord) -> bool:
     Not if an epoch of the same number ended at another iteration.
     """
     return (old.step, old.run) == (new.step, new.run)
+
+
+def _split_files(folder: Path, saved: Manifest | None) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The files of a save that are as they were saved, and foreign or changed ones; the manifest is in neither."""
+    files = files_in(folder)
+    files.pop(MANIFEST_NAME, None)
+    saved_files = {} if saved is None else saved.files
+    foreign = {name: path for name, path in files.items() if not _is_saved(path, saved_files.get(name))}
+    return {name: path for name, path in files.items() if name not in foreign}, foreign
+
+
+def _delete_files(folder: Path, files: dict[str, Path]) -> None:
+    """Delete files of a folder, and the folders in it that become empty."""
+    for path in files.values():
+        path.unlink()
+    for inner in sorted({inner for name in files for inner in Path(name).parents}, reverse=True):
+        with contextlib.suppress(OSError):  # foreign files are in it
+            (folder / inner).rmdir()
 
 
 def _is_saved(path: Path, saved: FileRecord | None) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan
 from xhf_hooks.integrity.manifest import parse_manifest
-from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places import replacement
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoredSaves, send_file
 from xhf_hooks.planning.plan import WrittenSave
@@ -22,7 +22,7 @@ LOCK = {'.hf_model.lock'}
 def both_ways(request, monkeypatch):
     """With the atomic exchange of Linux, and as on file systems without it."""
     if request.param == 'fallback':
-        monkeypatch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
+        monkeypatch.setattr(replacement, 'exchange', lambda one, other: False)
 
 
 @pytest.fixture

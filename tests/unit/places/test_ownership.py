@@ -12,7 +12,7 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial,
 from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.places import checkpoint_folder
+from xhf_hooks.places import checkpoint_folder, replacement
 from xhf_hooks.places.access import sweep_dead_runs
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import new_name
@@ -193,7 +193,7 @@ def test_a_save_that_cannot_get_its_name_gives_it_back_to_the_previous_one(tmp_p
         return any(f'.{kind}-' in old.name for kind in kinds)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder, 'exchange', lambda one, other: False)
+        patch.setattr(replacement, 'exchange', lambda one, other: False)
         patch.setattr(os, 'rename', failing(errno.EIO, when=has_kind, instead_of=os.rename))
         with pytest.raises((OSError, TargetError), match='Input/output error') as caught:
             commit_one(folder, 2)
@@ -209,14 +209,14 @@ def test_a_save_that_cannot_get_its_name_gives_it_back_to_the_previous_one(tmp_p
 def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeypatch, folder):
     """As on a file system whose server did it, and whose answer was lost."""
     commit_one(folder, 1)
-    exchange = checkpoint_folder.exchange
+    exchange = replacement.exchange
 
     def exchange_and_fail(one: Path, other: Path) -> None:
         exchange(one, other)
         raise OSError(errno.EIO, 'Input/output error')
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder, 'exchange', exchange_and_fail)
+        patch.setattr(replacement, 'exchange', exchange_and_fail)
         with pytest.raises(OSError, match='Input/output error'):
             commit_one(folder, 2)
         folder.abort()
@@ -227,13 +227,13 @@ def test_an_exchange_that_fails_but_has_happened_loses_no_save(tmp_path, monkeyp
 def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, monkeypatch, claim, said):
     (tmp_path / 'hf_model').mkdir()
     folder = claim()
-    exchange = checkpoint_folder.exchange
+    exchange = replacement.exchange
 
     def write_and_exchange(one: Path, other: Path) -> bool:
         (other / 'thesis.tex').write_text('mine')
         return exchange(one, other)
 
-    monkeypatch.setattr(checkpoint_folder, 'exchange', write_and_exchange)
+    monkeypatch.setattr(replacement, 'exchange', write_and_exchange)
     commit_one(folder, 1)
     assert content(folder.path) == 1 and (tmp_path / 'hf_model_others' / 'thesis.tex').read_text() == 'mine'
     assert 'thesis.tex' in said[0]
