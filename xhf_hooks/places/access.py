@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from xhf_hooks.collective import Collective
@@ -16,9 +18,15 @@ from xhf_hooks.places.file_system import new_name
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
 
+#: After each attempt to remove a file that could not be written: rclone's mounts send it after it was closed, and it
+#: comes back.
+_PAUSES_SECS = (0.1, 0.2, 0.4, 0.4)
+
 
 def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, collective: Collective) -> WriteStrategy:
     """Choose which rank writes what, from the option ``writer`` and what ranks see of the folder. Runs on: all ranks.
+
+    Rank 0 first writes a small file there as it will write weights, whatever the writer is.
 
     Raises:
         AgreedError: Rank 0 cannot write there.
@@ -30,6 +38,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
     if collective.any(folder != folder_of_rank0, 'preflight'):
         paths = {*collective.from_all_ranks('preflight', lambda: folder)}
     elif not wanted.all_ranks_write:
+        collective.from_rank0('preflight', lambda: _write_probe(folder)[0].unlink())
         return wanted
     if len({path.name for path in paths}) == 1 and all_ranks_see(folder, collective):
         return wanted
@@ -56,12 +65,8 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     """
 
     def make_probe() -> tuple[str, FileIdentity]:
-        probe = new_name(folder, 'shared')
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            return probe.name, create_file(probe, b'probe', 5)
-        except OSError as error:
-            raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error
+        probe, identity = _write_probe(folder)
+        return probe.name, identity
 
     name, identity = collective.from_rank0('preflight', make_probe)
     probe = folder.with_name(name)  # hosts may mount the folder at different paths
@@ -76,6 +81,30 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
             with contextlib.suppress(OSError):  # the next run removes it
                 probe.unlink()
     return not is_missed
+
+
+def _write_probe(folder: Path) -> tuple[Path, FileIdentity]:
+    """Write a small file next to the folder, in the same way as weights: at its full size first, then at offsets.
+
+    Some mounts of object stores take files only from front to back.
+
+    Raises:
+        TargetError: That cannot be done there; nothing is left.
+    """
+    probe = new_name(folder, 'shared')
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        identity = create_file(probe, b'probe', 2 * len(b'probe'))
+        with closing(OutputFile.open(probe, identity)) as file:
+            file.write(memoryview(b'probe'), len(b'probe'))
+            file.fsync()
+    except (OSError, TargetError) as error:
+        for pause_secs in _PAUSES_SECS:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+            time.sleep(pause_secs)
+        raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error
+    return probe, identity
 
 
 def prepare_targets(
