@@ -16,6 +16,7 @@ from mmengine.logging import MessageHub
 
 from xhf_hooks.errors import OptionError, TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.integrity.manifest import describe_best
 
 #: Key in the message hub: folders of the newest saves of this run and of the runs that it was resumed from.
 _FOLDERS_KEY = 'hf_checkpoint_folders'
@@ -135,10 +136,8 @@ class BestMetric(CheckpointHook):
         hub.update_info(_score_key(metric), score)
 
     def manifest_fields(self, metric: str, score: float) -> dict[str, Any]:
-        """The fields of the manifest about the score of a save; NaN and infinity as text."""
-        number = float(score)
-        written = number if math.isfinite(number) else str(number)
-        return {'best': {'metric': metric, 'score': written, 'rule': self._rule(metric)}}
+        """The fields of the manifest about the score of a save."""
+        return describe_best(metric, score, self._rule(metric) == 'greater')
 
     def suffixes(self) -> list[str]:
         """All possible results of :meth:`suffix`."""

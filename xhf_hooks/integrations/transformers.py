@@ -16,7 +16,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import OptionError
+from xhf_hooks.errors import OptionError, XhfError
+from xhf_hooks.integrity.manifest import describe_best
 from xhf_hooks.options import CallbackOptions, documents_options, require_apart
 from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.frontend import RunFrontend
@@ -44,6 +45,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
 
     def __init__(self, out_dir: str | Path | None = None, **options: Any) -> None:
         self.options = CallbackOptions.of(out_dir, **options)
+        self._saved_best_metric: float | None = None  # Trainer's best score at the last save of its best model
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that saves will work. Runs on: all ranks.
@@ -55,6 +57,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
         if args.process_index == 0:
             show(self.logger, logging.INFO if args.log_level == 'passive' else args.get_process_log_level())
         log = RunLog(self.logger, 'HFCheckpointCallback', only_errors=args.process_index != 0)
+        self._saved_best_metric = state.best_metric
         self._check_schedule(args, state, log)
         out_dir = Path(self.options.out_dir or Path(args.output_dir, 'hf_model'))
         require_apart(out_dir, Path(args.output_dir), 'the output_dir of Trainer')
@@ -77,6 +80,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
                 kwargs.get('processing_class'),
                 trainer=state,
                 is_resumed=state.global_step > 0,
+                extra_suffixes=['best'] if self._saves_best(args) else [],
             ),
             options,
             log,
@@ -102,7 +106,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.options.save_strategy is None:
-            self._save(args, state, control)
+            self._save(args, state, control, is_best=self._saves_best(args) and self._has_improved(state))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
@@ -110,14 +114,35 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
         finally:
             self.close()
 
-    def _save(self, args: TrainingArguments, state: TrainerState, control: Any) -> None:
-        self.saves.save(_step(state), remember_weights=_may_reload(args, control))
+    def _save(self, args: TrainingArguments, state: TrainerState, control: Any, *, is_best: bool = False) -> None:
+        target = self.saves.extra_targets['best'] if is_best else None
+        fields = _describe_best(args, state) if is_best else None
+        self.saves.save(_step(state), target, manifest_fields=fields, remember_weights=_may_reload(args, control))
+
+    def _saves_best(self, args: TrainingArguments) -> bool:
+        """Whether this callback saves when Trainer does, and Trainer saves each new best model."""
+        return self.options.save_strategy is None and args.save_strategy == 'best'
+
+    def _has_improved(self, state: TrainerState) -> bool:
+        """Whether Trainer saves since the model is the best so far, and not since another callback asked for it.
+
+        Runs on: all ranks. Rank 0 decides. If ranks cannot agree on that, the model is not known to be the best.
+        """
+        improved, self._saved_best_metric = state.best_metric != self._saved_best_metric, state.best_metric
+        try:
+            with self.saves.collective.stage('comparing scores'):
+                self.saves.ensure_connected()
+            return self.saves.collective.from_rank0('comparing scores', lambda: improved)
+        except XhfError as error:
+            self.saves.outcomes.raise_or_log(error, 'comparing scores')
+            return False
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.options.save_steps or state.save_steps
         is_late = self.options.save_strategy == 'steps' and every > state.max_steps
         is_asked = bool(self.options.save_on_signal) or self.options.interval_minutes is not None
-        if (is_late or self._when(args, state) is None) and not self.options.save_last and not is_asked:
+        saves_anyway = self.options.save_last or is_asked or self._saves_best(args)
+        if (is_late or self._when(args, state) is None) and not saves_anyway:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
             raise OptionError('save_strategy', expected, self.options.save_strategy)
         if is_late:
@@ -128,13 +153,17 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
             return f'every {self.options.save_steps or state.save_steps} steps'
         if self.options.save_strategy == 'epoch':
             return 'every epoch'
-        if self.options.save_strategy == 'no' or args.save_strategy == 'no':
-            return None
+        if self.options.save_strategy == 'no' or args.save_strategy == 'no' or self._saves_best(args):
+            return None  # at best saves, which the log names besides
         return 'whenever Trainer saves'
 
 
 def _step(state: TrainerState) -> Step:
     return Step.of_iteration(state.global_step, state.epoch)
+
+
+def _describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    return describe_best(str(args.metric_for_best_model), state.best_metric or 0.0, bool(args.greater_is_better))
 
 
 def _may_reload(args: TrainingArguments, control: Any) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,12 @@ def describe_folder(folder: Path, save: WrittenSave, commit: CommitRecord) -> by
         'files': {**_describe_weights(plan, save.tensors), **_describe_others(folder, {f.name for f in plan.files})},
     }
     return (json_text(content, indent=1, depth=4) + '\n').encode()  # a line for each tensor
+
+
+def describe_best(metric: str, score: float, greater_is_better: bool) -> dict[str, Any]:
+    """The fields of the manifest of a best save about its score; NaN and infinity as text."""
+    written = float(score) if math.isfinite(score) else str(float(score))
+    return {'best': {'metric': metric, 'score': written, 'rule': 'greater' if greater_is_better else 'less'}}
 
 
 def _describe_weights(plan: SavePlan, tensors: Sequence[WrittenTensor]) -> dict[str, Any]:

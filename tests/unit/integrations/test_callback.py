@@ -167,6 +167,36 @@ def test_a_save_is_named_after_its_weights(tmp_path, own_steps, best, last):
     assert 'train_loss' in trainer.state.log_history[-1]
 
 
+class AskForSave(TrainerCallback):
+    """Lets Trainer save after step 3, whatever the score."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 3
+
+
+@pytest.mark.parametrize('save_last', [True, False])
+@pytest.mark.parametrize('loads_best', [True, False])
+def test_what_trainer_saves_as_the_best_stays(tmp_path, loads_best, save_last):
+    """save_strategy='best'. What another callback asks for, and the last save, do not replace it."""
+    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='best', max_steps=8)
+    chooses = dict(load_best_model_at_end=loads_best, metric_for_best_model='score', greater_is_better=True)
+    scores = {2: 0.1, 4: 0.9, 6: 0.2, 8: 0.3}
+    saves = HFCheckpointCallback(save_last=save_last, async_save=True)
+    with doors.fresh_accelerate():
+        trainer = doors.make_trainer(tmp_path, None, saves, AskForSave(), ddp_backend=None, **trains, **chooses)
+        trainer.compute_metrics = lambda found: {'score': scores[trainer.state.global_step]}
+        trainer.train()
+        trainer.save_model(str(tmp_path / 'theirs'))
+    newest = 3 if not save_last else 4 if loads_best else 8
+    found = {path.name: read_manifest(path).step.iteration for path in tmp_path.glob('hf_model*')}
+    assert found == {'hf_model': newest, 'hf_model_best': 4}
+    assert_same_folder_tensors(tmp_path / 'hf_model_best', tmp_path / 'checkpoint-4')
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / ('theirs' if save_last else 'checkpoint-3'))
+    best = read_manifest(tmp_path / 'hf_model_best').manifest_fields['best']
+    assert best == {'metric': 'score', 'score': 0.9, 'rule': 'greater'}
+    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line][:3] == [2, 3, 4]
+
+
 def test_the_best_weights_are_saved_although_the_clock_requested_a_save_of_the_last_step(tmp_path, monkeypatch):
     """Trainer loads the weights of step 2 at the end, which are not those that were saved after the last step."""
     clock = MinutePerStep()
