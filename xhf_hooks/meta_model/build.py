@@ -80,7 +80,7 @@ def build_meta_model(
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
             _build_xtuners(meta_model, config.model, config.where, base)
-        elif base is not None or folder is not None or base_named_by(config, None) is not None:
+        elif base is not None or folder is not None or base_named_by(config, stored, None) is not None:
             _build_of_transformers(meta_model, found, base, config)
             if config is not None and config.model is not None:
                 _freeze(meta_model.module, config.model)
@@ -151,7 +151,9 @@ def _build_of_transformers(
     if adapter is None and adapter_dir is not None and (is_adapter or (given is None and config_dir is None)):
         adapter = adapter_dir / ADAPTER_CONFIG
     saved = config_dir if config_dir is not None and is_save_of_hook(config_dir) else None
-    base = given or (base_named_by(of_run, saved) if config_dir == saved else None) or str(config_dir)
+    base = (
+        given or (base_named_by(of_run, meta_model.stored, saved) if config_dir == saved else None) or str(config_dir)
+    )
     if adapter is None:
         meta_model.described_by = base
         of_base = meta_model.config_in(base, 'the model')

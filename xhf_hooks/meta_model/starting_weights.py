@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,22 @@ _OF_BASE = ('model_path', 'pretrained_model_name_or_path')
 _LOAD_AFTER_ADAPTERS = ('LLaVAModel', 'InternVL_V1_5')
 
 
-def base_named_by(config: RunConfig | None, save_of_run: Path | None) -> str | None:
+def base_named_by(config: RunConfig | None, stored: Collection[str], save_of_run: Path | None) -> str | None:
     """The base model that the run's config names, if it is on this machine.
 
     Args:
+        stored: Names in the checkpoint. A part of the model without tensors there, such as a frozen encoder, needs no
+            base.
         save_of_run: A save of this run by the hook, whose model the base has to be of; None if there is none.
 
     Raises:
         BaseModelError: The config names several that may be meant.
     """
-    named = [] if config is None else [value for _, value in config.fields_named(_OF_BASE) if isinstance(value, str)]
+    named = []
+    for path, value in () if config is None else config.fields_named(_OF_BASE):
+        part = '.'.join([*path.split('.')[1:-1], ''])
+        if isinstance(value, str) and any(name.startswith(part) for name in stored):
+            named.append(value)
     kind = None if save_of_run is None else _kind(save_of_run / 'config.json')
     found: dict[Path, str] = {}  # by folder, since several parts may name it
     for name in named:

@@ -143,15 +143,18 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
     assert model.config.llm_config.vocab_size == len(head)
-    # The checkpoint alone says as much, but for the tokens, which the class added
-    shutil.copytree(work_dir, tmp_path / 'run', ignore=shutil.ignore_patterns('hf_model'))
-    converted = convert(tmp_path / 'run', tmp_path / 'converted', '--base', 'internvl', '--trust-remote-code')
-    assert_same_folder_tensors(converted, folder)
-    assert config_of(converted) == config_of(folder)
-    for name in ('model.safetensors', 'config.json'):
-        assert (converted / 'other_modules' / name).read_bytes() == (folder / 'other_modules' / name).read_bytes()
+    # The run says as much: its save lends the tokenizer with the added tokens, and the base that the config names the
+    # frozen weights, into which the adapter of the checkpoint is merged once
+    assert_same_files(convert(work_dir, tmp_path / 'whole', '--trust-remote-code'), folder)
     told = capsys.readouterr().err
     assert 'does not say what was trained: all of its 8 tensors of other modules are written' in told
+    assert f'the tokenizer is that of {folder}' in told
+    # The checkpoint alone lacks the tokens, which the class added
+    shutil.copytree(work_dir, tmp_path / 'run', ignore=shutil.ignore_patterns('hf_model'))
+    converted = convert(tmp_path / 'run', tmp_path / 'converted', '--trust-remote-code')
+    assert_same_folder_tensors(converted, folder)
+    assert config_of(converted) == config_of(folder)
+    told = capsys.readouterr().err
     assert f'the tokenizer has 131 tokens, but the embeddings were resized from 131 to {len(head)} rows' in told
 
 
@@ -256,9 +259,7 @@ def test_a_converted_checkpoint_is_the_hooks_export(runs, name, tmp_path, monkey
     use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)
     work_dir = runs.work_dir(name)
-    options = ['--max-shard-size', '40KB', '--verify', 'full']
-    if name == INTERNVL:
-        options = ['--base', 'internvl']
+    options = ['--verify', 'full', *([] if name == INTERNVL else ['--max-shard-size', '40KB'])]
     if name in WITH_REMOTE_CODE:
         options.append('--trust-remote-code')
     assert_same_files(convert(work_dir, tmp_path / 'converted', *options), export_of(work_dir))

@@ -12,6 +12,7 @@ from tests.helpers.checks.converted import assert_same_files, checkpoint_of, con
 from tests.helpers.models.adapted import adapt, around
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.remote_code import use_modules_cache
+from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.internvl import load_internvl
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
@@ -92,8 +93,13 @@ def test_a_save_of_the_run_lends_its_config_and_tokenizer_and_no_weights(kind, t
     resizes = kind == 'llm'
     if resizes:
         tokenizer.add_tokens(['[SEG]', '<p>', '</p>'])
+    build('llama').save_pretrained(tmp_path / 'llama')
+    encoder = f"dict(type='my.Encoder', pretrained_model_name_or_path='{tmp_path / 'llama'}')"  # frozen
+    run.write_config(f"model_path='{run.base}'", encoder=encoder)
+    alone = convert(run.checkpoint, tmp_path / 'alone', '--trust-remote-code')
     save_hf(run.live, saved, module='mllm.model', tokenizer=tokenizer)
-    run.write_config(f"model_path='{run.base}'")
+    assert_same_folder_tensors(alone, saved)
+    capsys.readouterr()
     out = convert(run.checkpoint, tmp_path / 'out', '--trust-remote-code')
     said = capsys.readouterr().err
     assert f'not in the checkpoint, read from {run.base}' in said
