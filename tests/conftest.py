@@ -44,7 +44,6 @@ NEEDS: dict[str, Callable[[], object]] = {
     'ext4 or XFS': _is_ext4_or_xfs,
     'libaio-dev': Path('/usr/include/libaio.h').exists,
     'MooseFS': lambda: missing() is None,
-    'model-signing': (TESTS.parent / '.overlay-model_signing').exists,
     'root': _may_mount,
     'stores': lambda: find_spec('s3fs') and find_spec('moto'),
     'the modern environment': MODERN_PYTHON.exists,

@@ -113,7 +113,6 @@ second_tier() {
     # tests/e2e/test_older_readers.py reads with both
     make_overlay transformers-4.48.0 .venv
     make_overlay transformers-4.57.6 .venv
-    make_overlay model_signing .venv
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
     (run xtuner test_xtuner xtuner-0.1; run docs build_docs) &

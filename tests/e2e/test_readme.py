@@ -109,8 +109,8 @@ def test_the_courses_packages_are_those_tested():
 
 
 def test_every_block_of_code_is_run():
-    """By the test that names some of its words, here, with vLLM's server, a signature, or on two ranks."""
-    more = ('tests/e2e/test_signatures.py', 'tests/trainers/test_vllm.py', 'tests/distributed/test_zoo.py')
+    """By the test that names some of its words, here, with vLLM's server, or on two ranks."""
+    more = ('tests/trainers/test_vllm.py', 'tests/distributed/test_zoo.py')
     files = [Path(__file__), *(ROOT / name for name in more)]
     source = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     for page in PAGES:

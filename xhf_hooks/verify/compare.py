@@ -52,7 +52,7 @@ class Pair:
 
     @cached_property
     def through(self) -> str | None:
-        """The dtype that one side was rounded to, if that documents_options all differences."""
+        """The dtype that one side was rounded to, if that explains all differences."""
         return next((code for code in roundings(*self.dtypes) if not self.found.unexplained[code]), None)
 
     @cached_property

@@ -11,14 +11,15 @@ from pathlib import Path
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
-from xhf_hooks.format.text import engine_text, some
+from xhf_hooks.format.text import counted, engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
-from xhf_hooks.verify.signature import check_signatures
 
 #: Of the names of files that loaders read as one JSON object.
 _CONFIG_SUFFIX = 'config.json'
+#: Of OpenSSF model signing.
+SIGNATURE_NAME = 'model.sig'
 #: The remedy where a checkpoint is given.
 _TO_COMPARE = 'to compare a checkpoint with a folder, use xhf-verify --compare'
 _BIN_WEIGHTS = re.compile(r'(pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin')
@@ -57,6 +58,7 @@ def verify_folder(
     elif manifest is None:
         check.add(UNCHECKED, 'checksums', f'no {MANIFEST_NAME}: changes since the save cannot be detected')
     check.check_structure()
+    _check_weights(check)
     _check_texts(check)
     _check_configs(check)
     check.add(NOTE, 'model', _describe(check))
@@ -64,7 +66,10 @@ def verify_folder(
         check.read(workers, on_progress=on_progress)
     else:
         check.add(UNCHECKED, 'checksums', 'nothing was read (--no-read)')
-    check_signatures(check, read=read)
+    if SIGNATURE_NAME in check.files:
+        check.add(
+            NOTE, 'signature', f'{SIGNATURE_NAME}: whether it matches, and who signed, `model_signing verify` tells'
+        )
     return check
 
 
@@ -103,6 +108,16 @@ def _require_model(path: Path, files: list[str]) -> None:
     raise CheckpointError(
         f'{path}: holds no *.safetensors files; {_TO_COMPARE}, and to see what it holds, xhf-convert --dry-run'
     )
+
+
+def _check_weights(check: FolderCheck) -> None:
+    """Check that there are weights: save_pretrained leaves tensors of shape [0] where ZeRO-3 has partitioned them."""
+    for name, header in check.headers.items():
+        empty = [entry.name for entry in header.entries if entry.shape == (0,)]
+        if empty:
+            check.add(PROBLEM, 'weights', f'{name}: {counted(len(empty), "tensor")} of shape [0]: {some(empty)}')
+        elif not header.entries:
+            check.add(PROBLEM, 'weights', f'{name} holds no tensors')
 
 
 def _check_texts(check: FolderCheck) -> None:

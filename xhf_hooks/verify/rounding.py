@@ -87,7 +87,7 @@ def compare(a: torch.Tensor, b: torch.Tensor, dtypes: tuple[str, str]) -> Differ
         left = differ
         for dtype in (TORCH_DTYPES[code] for code in targets):
             for one, other in ((x, y), (y, x)):
-                if bool(left.any()):  # usually the first documents_options all
+                if bool(left.any()):  # usually the first explains all
                     left = left & ~(finite & _is_nearest(one, other, distance, dtype))
         result.unexplained[through] = int(left.sum())
     has_infinite = bool((differ & ~finite).any())

@@ -14,6 +14,8 @@ from xhf_hooks.format.text import some
 _OF_ORIGIN = {'_name_or_path', 'name_or_path', '_commit_hash', 'transformers_version', 'peft_version'}
 #: What says again what rope_parameters says, for readers with transformers 4 (compat/older_rope.py).
 _OLDER_ROPE = {'rope_theta', 'rope_scaling'}
+#: Sets of peft, which are written as lists in any order (peft ``tuners/lora/config.py``).
+_SETS = {'target_modules', 'modules_to_save', 'exclude_modules'}
 _LONGEST_VALUE = 60  # characters that a note shows
 _ABSENT = object()
 
@@ -50,16 +52,15 @@ def _differing_keys(a: Path, b: Path) -> list[str] | None:
     keys = sorted((one.keys() | other.keys()) - _OF_ORIGIN)
     if 'rope_parameters' in one and 'rope_parameters' in other:
         keys = [key for key in keys if key not in _OLDER_ROPE]
-    return [_told(key, one, other) for key in keys if _plain(one.get(key, _ABSENT)) != _plain(other.get(key, _ABSENT))]
+    values = {key: [_plain(key, content.get(key, _ABSENT)) for content in (one, other)] for key in keys}
+    return [_told(key, one, other) for key, (here, there) in values.items() if here != there]
 
 
-def _plain(value: Any) -> Any:
-    """Lists of names, such as ``target_modules``, in any order; without keys of origin, also in parts of a config."""
+def _plain(key: str, value: Any) -> Any:
+    """The value of a key without keys of origin, also in parts of a config; what peft has as a set in any order."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items() if key not in _OF_ORIGIN}
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return sorted(value)
-    return value
+        return {name: _plain(name, inner) for name, inner in value.items() if name not in _OF_ORIGIN}
+    return sorted(value, key=str) if key in _SETS and isinstance(value, list) else value
 
 
 def _told(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -197,6 +197,16 @@ def test_a_note_for_each_file_that_differs(model, tmp_path):
     assert found.lines()[-1].startswith('weights identical, but other files differ: 21 identical, 0 rounding')
 
 
+def test_the_order_of_a_list_counts(model, tmp_path):
+    """Unless peft has it as a set."""
+    shutil.copytree(model, tmp_path / 'b')
+    for folder, kinds in ((model, ['full', 'sliding']), (tmp_path / 'b', ['sliding', 'full'])):
+        folder = Path(shutil.copytree(folder, tmp_path / f'with_{folder.name}'))
+        edit_json(folder / 'config.json', layer_types=kinds)
+    (found,) = compared(tmp_path / f'with_{model.name}', tmp_path / 'with_b').files
+    assert found.startswith('config.json differs: layer_types')
+
+
 def test_a_checkpoint_is_compared_with_its_config_and_tokenizer(model, tmp_path):
     """As xhf-convert would write them."""
     torch.save(AutoModelForCausalLM.from_pretrained(model).state_dict(), tmp_path / 'weights.pth')

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.models.model_folder import flip, save_model, write_manifest
 from xhf_hooks.errors import CheckpointError
 from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.integrity.check import FolderCheck
+from xhf_hooks.integrity.check import NOTE, PROBLEM, FolderCheck
 from xhf_hooks.integrity.checksums import sum_file
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
@@ -69,28 +68,20 @@ def test_a_whole_folder_also_with_a_note_and_without_a_manifest(folder):
     assert report.is_good and found(report, 'unchecked') == {'checksums'}
 
 
-@pytest.mark.parametrize('is_beside', [True, False])
-def test_a_signature_is_named_where_the_package_that_reads_it_is_missing(folder, monkeypatch, is_beside):
-    """Also that of a command of on_saved. tests/e2e/test_signatures.py has the package."""
-    monkeypatch.setitem(sys.modules, 'model_signing', None)
-    shown, path = 'model.sig', folder / 'model.sig'
-    if is_beside:
-        of_json(MANIFEST, lambda content: content.update(commit={'number': 1, 'run': '', 'name': 'hf_model'}))(folder)
-        shown, path = '../hf_model_on_saved/iter_7/model.sig', folder.parent / 'hf_model_on_saved/iter_7/model.sig'
-        path.parent.mkdir(parents=True)
-    path.write_text('{}')
+def test_a_signature_is_left_to_the_package_that_makes_it(folder):
+    (folder / 'model.sig').write_text('{}')
+    (found,) = [finding for finding in verify_folder(folder).findings if finding.check == 'signature']
+    assert found.kind == NOTE and '`model_signing verify`' in found.text
+
+
+@pytest.mark.parametrize('content', [{}, {'w': torch.empty(0)}], ids=['no tensor', 'placeholders'])
+def test_weights_that_are_not_there_are_a_problem(content, folder):
+    """At ZeRO-3, save_pretrained writes the placeholders of partitioned weights, whose shape is [0]."""
+    (folder / 'xhf_manifest.json').unlink()
+    save_file(content, folder / 'model.safetensors')
     report = verify_folder(folder)
-    (found,) = [finding for finding in report.findings if finding.check == 'signature']
-    assert found.kind == 'unchecked' and report.is_good
-    assert found.text.startswith(f'{shown}: not compared: ') and 'pip install model-signing' in found.text
-
-
-def test_a_manifest_does_not_send_the_search_for_a_signature_elsewhere(folder):
-    of_json(MANIFEST, lambda content: content.update(commit={'number': 1, 'run': '', 'name': '../a/hf_model'}))(folder)
-    path = folder.parents[1] / 'a' / 'hf_model_on_saved' / 'iter_7' / 'model.sig'
-    path.parent.mkdir(parents=True)
-    path.write_text('{}')
-    assert not any(finding.check == 'signature' for finding in verify_folder(folder).findings)
+    (found,) = [finding for finding in report.findings if finding.check == 'weights']
+    assert found.kind == PROBLEM and 'model.safetensors' in found.text and not report.is_good
 
 
 @pytest.mark.parametrize('name', [SHARDS[0], INDEX, 'tokenizer.json'])
