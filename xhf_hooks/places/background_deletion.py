@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from xhf_hooks.system.threads import lower_priority
+
+
+def free_nbytes(folder: Path, needed_nbytes: int, deletions: Iterable[BackgroundDeletion]) -> int:
+    """Free bytes of a disk. While they are fewer than needed, first waits for one deletion after the other."""
+    for deletion in deletions:
+        if shutil.disk_usage(folder).free < needed_nbytes:
+            deletion.wait()
+    return shutil.disk_usage(folder).free
 
 
 class BackgroundDeletion:
@@ -34,6 +45,11 @@ class BackgroundDeletion:
         self._threads.append(thread)
 
     def wait(self) -> None:
-        """Wait until all is deleted. Does nothing in a forked child, where no thread goes on."""
-        while self._threads:
-            self._threads.pop().join()
+        """Wait until all is deleted. Does nothing in a forked child, where no thread goes on.
+
+        Several threads may wait: a save to another folder of the run, if the disk is full, and the end of the run.
+        """
+        for thread in [*self._threads]:
+            thread.join()
+            with contextlib.suppress(ValueError):  # another thread has waited, too
+                self._threads.remove(thread)

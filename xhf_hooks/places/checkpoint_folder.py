@@ -41,6 +41,7 @@ from xhf_hooks.integrity.manifest import (
     parse_manifest,
     read_manifest,
 )
+from xhf_hooks.places.background_deletion import free_nbytes
 from xhf_hooks.places.file_system import fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
@@ -96,9 +97,8 @@ class CheckpointFolder:
         staging: The folder of the save that is being written; None when there is none.
         siblings: Older saves, and temporary folders.
         lock: Held from :meth:`prepare` to :meth:`unlock`.
-        is_for_save_hf: Made by ``save_hf``, where each save is a separate call and a loop of calls is one run. Then a
-            commit waits until older saves are deleted, and :meth:`unlock` keeps other processes out until this one
-            ends.
+        is_for_save_hf: Made by ``save_hf``, where a loop of calls is one run. Then a commit waits until older saves are
+            deleted, and :meth:`unlock` keeps other processes out until this one ends.
     """
 
     def __init__(
@@ -117,16 +117,20 @@ class CheckpointFolder:
         self.lock = RunLock(path)
         self.is_for_save_hf = False
         self.siblings = SiblingFolders(path, warn)
+        self._deletions = [self.siblings.deletion]  # those of all targets of the run: they may share a disk
         self.staging: Path | None = None
         self._staged_inode = 0
         self._is_resumed = is_resumed
-        self._last: CommitRecord | None = None  # of the last commit; before the first, of what is there
+        self._last: CommitRecord | None = None  # of the last commit
         self._committed = path  # the last commit: normally `path`; `path_<step>` if foreign files occupy `path`
 
     def extra_target(self, suffix: str) -> CheckpointFolder:
         """Another target, with a suffix added to its name, for a single save such as the best one."""
         path = self.path.with_name(f'{self.name}_{suffix}')
-        return CheckpointFolder(path, max_keep=1, is_resumed=self._is_resumed, warn=self._warn)
+        extra = CheckpointFolder(path, 1, is_resumed=self._is_resumed, warn=self._warn)
+        self._deletions += extra._deletions
+        extra._deletions = self._deletions
+        return extra
 
     def prepare(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
         """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
@@ -183,12 +187,12 @@ class CheckpointFolder:
         return self.staging
 
     def require_disk_space(self, needed_nbytes: int) -> None:
-        """Check that a save fits on the disk.
+        """Check that a save fits on the disk, once the saves that this run deletes are gone, if it would not before.
 
         Raises:
             TargetError: It does not.
         """
-        free = shutil.disk_usage(self.path.parent).free
+        free = free_nbytes(self.path.parent, needed_nbytes, self._deletions)
         if free < needed_nbytes:
             fewer = ', or keep fewer saves' if self.retention.max_keep > 1 else ''
             raise TargetError(
@@ -272,11 +276,7 @@ class CheckpointFolder:
             )
 
     def _require_ours(self) -> CommitRecord | None:
-        """Returns what the manifest of the newest save says, if there is one.
-
-        Raises:
-            TargetError: Something else has its name.
-        """
+        """Returns what the manifest of the newest save says, if any. Raises TargetError if something else is there."""
         occupant = self._look_at_newest()
         if occupant.problem:
             raise TargetError(

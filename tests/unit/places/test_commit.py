@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity import manifest
 from xhf_hooks.integrity.check import check_folder
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.places import checkpoint_folder, pinned_save, sibling_folders
+from xhf_hooks.places import background_deletion, checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.places.sibling_folders import SiblingFolders
@@ -295,6 +296,39 @@ def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(t
     assert deleted == ['.hf_model.discarded']
     best.abort(), folder.abort()
     assert [name for name in hidden(tmp_path) if 'discarded' in name] == []
+
+
+@pytest.mark.parametrize('which', ['best', 'newest'])
+def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_full(tmp_path, monkeypatch, which):
+    """Room for the newest, the best and one that is written: neither may be refused since the other is not gone yet."""
+    newest = CheckpointFolder(tmp_path / 'hf_model', 1)
+    best = newest.extra_target('best')
+    for each in (newest, best):
+        each.prepare()
+        commit_one(each, 1)
+    is_asked, deleted = threading.Event(), list[Path]()
+
+    def usage(path: Path) -> SimpleNamespace:
+        is_asked.set()
+        return SimpleNamespace(free=100 if deleted else 10)
+
+    def delete_when_asked(path: Path) -> None:
+        assert is_asked.wait(60)
+        shutil.rmtree(path)
+        deleted.append(path)
+
+    monkeypatch.setattr(background_deletion.shutil, 'disk_usage', usage)
+    monkeypatch.setattr(sibling_folders, 'remove_tree', delete_when_asked)
+    target, other = (best, newest) if which == 'best' else (newest, best)
+    plan = tiny_plan()
+    other.commit(WrittenSave(plan, stage(other, plan, 2), iteration(2)))
+    target.open_staging()
+    assert deleted == [], 'nobody waits for another target as long as there is room'
+    target.require_disk_space(50)
+    assert len(deleted) == 1
+    with pytest.raises(TargetError, match='100 bytes free, and 200 bytes are needed'):
+        target.require_disk_space(200)
+    target.abort()
 
 
 def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, monkeypatch):
