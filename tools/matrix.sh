@@ -32,7 +32,8 @@ make_set() {
     [[ ! $no_deps ]] || _step "$dir: $no_deps" "$dir/bin/python" -m pip install -q --no-deps --ignore-requires-python "$no_deps"
     _step "$dir: tests" "$uv" pip install -q --python "$dir/bin/python" ninja psutil \
         $(grep -E '^(pytest|hypothesis)==' requirements/test.txt)
-    _compile_deepspeed "$dir"
+    # DeepSpeed 0.13 and 0.14 import Intel's packages on a CPU, for which sitecustomize.py there fills in
+    PYTHONPATH=$PWD/tests/e2e/xtuner_stack _compile_deepspeed "$dir"
     echo "$wanted" >"$dir/installed.sha256"
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import accelerate
 import transformers
 
 from tests.e2e.xtuner_stack.base_models import (
@@ -224,10 +225,13 @@ def runs_here(launch: Launch) -> bool:
 def _loads_in_4_bits() -> bool:
     """Tells whether transformers loads 4-bit weights beside the accelerate and bitsandbytes that are installed.
 
-    Those move a 4-bit model to its device, which transformers before 4.43 refuses. 4.36 quantizes on a GPU only.
+    4.36 quantizes on a GPU only. A newer accelerate asks for the version of bitsandbytes and moves a 4-bit model to its
+    device, which transformers before 4.43 refuses.
     """
     if find_spec('transformers.quantizers') is None:
         return False
+    if 'min_version' not in inspect.getsource(accelerate.dispatch_model):
+        return True
     # By its code, since the function itself is wrapped: inspect would show the one of torch.nn.Module
     return 'is_loaded_in_8bit' in inspect.getsource(transformers.PreTrainedModel.to.__code__)
 

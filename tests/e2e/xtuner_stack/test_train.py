@@ -208,13 +208,13 @@ def test_same_bytes_as_xtuners_own_hook(runs, name):
         assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
 
 
-@pytest.mark.parametrize('name', [name for name in RESULTS if name != QLORA])  # its base wants a GPU
+@pytest.mark.parametrize('name', RESULTS)
 def test_loads_and_generates(runs, name, tmp_path, monkeypatch):
     use_modules_cache(tmp_path / 'modules', monkeypatch)
     monkeypatch.chdir(runs.root)  # an adapter's base
     folder = export_of(runs.work_dir(name))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if name == LORA:
+    if name in ADAPTERS:
         model = AutoPeftModelForCausalLM.from_pretrained(folder)
     else:
         kind = AutoModelForSequenceClassification if name == 'reward' else AutoModelForCausalLM
@@ -224,7 +224,7 @@ def test_loads_and_generates(runs, name, tmp_path, monkeypatch):
         assert model.config.pad_token_id == 0 and model(**prompt).logits.shape == (1, 1)
         return
     assert len(tokenizer) == model.config.vocab_size
-    if name != LORA:
+    if name not in ADAPTERS:
         said = json.loads((folder / 'config.json').read_text())['use_cache']
         assert said is True, 'XTuner sets it to False on the live config'
     if name == INTERNLM2:  # its code cannot generate in transformers 4.57
@@ -248,6 +248,44 @@ def test_internvl_is_saved_with_its_code_and_loads(runs, tmp_path, monkeypatch):
     model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
     assert len(model.vision_model.dpr) == model.config.vision_config.num_hidden_layers
+
+
+@pytest.mark.skipif(QLORA not in RUNS, reason='this transformers loads no 4-bit weights here')
+def test_a_qlora_run_is_merged_and_talks(runs, tmp_path, monkeypatch, capsys):
+    """By the commands of docs/xtuner.md: the base is not the quantized one, but that of its files."""
+    monkeypatch.chdir(runs.root)
+    work_dir, base = runs.work_dir(QLORA), RUNS[QLORA].base
+    adapter, weights = export_of(work_dir), folder_tensors(runs.root / base)
+    ours = folder_tensors(convert(work_dir, tmp_path / 'ours', '--lora', 'merge'))
+    assert_loads_clean(tmp_path / 'ours', AutoModelForCausalLM)
+    theirs = tmp_path / 'theirs'
+    run_tool(monkeypatch, 'model_converters.merge', base, adapter, theirs, '--device', 'cpu', '--safe-serialization')
+    lora = json.loads((adapter / 'adapter_config.json').read_text())
+    factors = folder_tensors(adapter)
+    moved = {name for name in weights if f'base_model.model.{name[:-7]}.lora_A.weight' in factors}
+    assert len(moved) == len(factors) // 2 > 0
+    for name, found in ours.items():
+        expected = weights[name].bfloat16().float()  # as training had it
+        if name in moved:
+            a, b = (factors[f'base_model.model.{name[:-7]}.lora_{x}.weight'].float() for x in 'AB')
+            expected = expected + lora['lora_alpha'] / lora['r'] * b @ a
+        assert torch.equal(found, expected.to(found.dtype)), name
+    for name, found in folder_tensors(theirs).items():  # in fp16, in which it computes
+        torch.testing.assert_close(found.float(), ours[name].float(), rtol=2e-2, atol=2e-3)
+
+    answers = iter([PROMPT, '', 'EXIT', ''])
+    monkeypatch.setattr('builtins.input', lambda *_: next(answers))
+    monkeypatch.setattr(torch.Tensor, 'cuda', lambda self: self)
+    options = ['--adapter', adapter, '--torch-dtype', 'fp32', '--prompt-template', 'llama3_chat']
+    with pytest.raises(SystemExit) as ended:
+        run_tool(monkeypatch, 'chat', base, *options, '--max-new-tokens', '4')
+    assert ended.value.code == 0 and f'Load adapter from {adapter}' in capsys.readouterr().out
+
+
+def run_tool(monkeypatch, name: str, *arguments: str | Path) -> None:
+    """`xtuner TOOL ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, 'argv', [name, *map(str, arguments)])
+    runpy.run_module(f'xtuner.tools.{name}', run_name='__main__')
 
 
 @pytest.mark.parametrize('name', [name for name in RUNS if name not in (BEST, COMPOSITE)])
