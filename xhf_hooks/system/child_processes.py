@@ -3,17 +3,23 @@
 torchrun signals the process group of each rank, a terminal that of the job in the foreground, and SLURM all processes
 of a step: data loader workers get the signal, too. If they end, training ends with an error before the save that the
 signal requests. So children of multiprocessing block these signals, whatever their start method, and a thread in each
-of them takes a signal and sees who sent it: from the parent (``terminate()``) it takes effect at once, from somebody
-else when the parent has ended.
+of them takes a signal and sees who sent it. From the parent (``terminate()``) it takes effect at once. From somebody
+else it takes effect when the parent has ended; at once if the parent does not handle the signal, since then no save
+will answer it.
 
-This needs four things of multiprocessing (CPython 3.8 to 3.14), of which only the first is documented in its source as
-meant for other modules:
+Only a blocked signal tells its sender. (A process group of its own would be simpler, but some schedulers signal every
+process of a job: SLURM's proctrack/linuxproc, LSF, PBS, systemd.) A program inherits what is blocked, and would not end
+at ``Popen.terminate()``. So what such a child starts by :mod:`subprocess` or ``os.fork`` gets the signals back.
+
+This needs five private things of the standard library (CPython 3.8 to 3.14), of which only the first is documented in
+its source as meant for other modules:
 
 - ``util.register_after_fork``: called in a child that multiprocessing has forked;
 - ``Process._config``: inherited by all descendants, and pickled into those that are not forked from the parent;
 - ``util.spawnv_passfds``: starts such children and the fork server, which then inherit blocked signals. They cannot end
   before they are able to handle a signal, and the fork server never handles one;
-- ``forkserver._forkserver._forkserver_pid``: the fork server that runs, for a warning; without it there is none.
+- ``forkserver._forkserver._forkserver_pid``: the fork server that runs, for a warning; without it there is none;
+- ``subprocess.Popen._execute_child``: starts a program; its third argument is the caller's ``preexec_fn``.
 
 tests/unit/system/test_child_processes.py names each of them, and fails when one of them goes. No other module of the
 package uses private names of multiprocessing.
@@ -24,10 +30,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing import forkserver, util
+from pathlib import Path
 from typing import Any
 
 #: Seconds between two checks whether the parent has ended, once a signal has come.
@@ -37,8 +46,6 @@ _KEY = 'xhf_hooks'
 
 class SignalProofChildren:
     """Children of multiprocessing, started from :meth:`start` to :meth:`close`, survive signals to the process group.
-
-    Programs that such a child starts inherit the blocked signals.
 
     Attributes:
         is_server_older: Whether multiprocessing's fork server was running before: neither it nor its children survive
@@ -147,22 +154,52 @@ def _arrive(signals: list[int], ever_blocked: list[int], parent: int) -> _Inheri
 
 def _outlive(signals: Iterable[int], parent: int) -> None:
     """Survive the signals. Runs on: the main thread of a child, before any other thread is started."""
+    signals = {*signals}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    arguments = ({*signals}, parent, os.getppid())  # os.getppid(): the fork server, of a child of it
+    _give_back_to_programs(signals)
+    arguments = (signals, parent, os.getppid())  # os.getppid(): the fork server, of a child of it
     threading.Thread(target=_take_signals, args=arguments, name='xhf-signals', daemon=True).start()
+
+
+def _give_back_to_programs(signals: set[int]) -> None:
+    """Unblock the signals in what this process starts from now on, before a program begins there."""
+    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *more: Any) -> Any:
+        return execute(self, args, executable, partial(_begin_program, signals, preexec_fn), *more)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, signals))
+
+
+def _begin_program(signals: set[int], preexec_fn: Callable[[], object] | None) -> None:
+    """Called between fork and exec."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    if preexec_fn is not None:
+        preexec_fn()
 
 
 def _take_signals(signals: set[int], parent: int, ancestor: int) -> None:
     waiting: int | None = None
     while True:
         found = signal.sigwaitinfo(signals) if waiting is None else signal.sigtimedwait(signals, _CHECK_SECS)
-        if found is not None and found.si_pid in (parent, os.getpid()):
+        if found is not None and (found.si_pid in (parent, os.getpid()) or not _is_handled(found.si_signo, parent)):
             _let_take_effect(found.si_signo)
         elif found is not None and found.si_signo not in (signal.SIGUSR1, signal.SIGUSR2):
             waiting = found.si_signo
         elif waiting is not None and (os.getppid() != ancestor or _has_parent_ended()):
             number, waiting = waiting, None
             _let_take_effect(number)
+
+
+def _is_handled(number: int, process: int) -> bool:
+    """Whether a process handles a signal (proc(5)); True if it is not known, as on macOS."""
+    try:
+        lines = Path(f'/proc/{process}/status').read_text().splitlines()
+    except OSError:
+        return True
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith('SigCgt:'))
+    return bool(caught >> (number - 1) & 1)
 
 
 def _has_parent_ended() -> bool:

@@ -27,6 +27,9 @@ def test_multiprocessing_has_the_names_that_it_does_not_promise():
     assert isinstance(multiprocessing.current_process()._config, dict)
     assert list(inspect.signature(util.spawnv_passfds).parameters) == ['path', 'args', 'passfds']
     assert hasattr(forkserver._forkserver, '_forkserver_pid')
+    assert list(inspect.signature(subprocess.Popen._execute_child).parameters)[:4] == [
+        *('self', 'args', 'executable', 'preexec_fn')
+    ]
 
 
 def wait_for(path: Path) -> int:
@@ -75,6 +78,44 @@ def parent(method: str, folder: Path) -> None:
     later.terminate()
     later.join(HANG_SECS)
     print('a later child', later.exitcode, flush=True)
+
+
+def start_and_end_programs(folder: Path) -> None:
+    """A child that starts a program in two ways, ends it, and says by which signal it has ended."""
+    program = subprocess.Popen(['sleep', str(HANG_SECS)])
+    forked = os.fork()
+    if not forked:
+        time.sleep(HANG_SECS)
+    time.sleep(0.2)
+    program.terminate()
+    os.kill(forked, signal.SIGTERM)
+    told = [program.wait(), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+    (folder / 'told.tmp').write_text(' '.join(map(str, told)))
+    (folder / 'told.tmp').rename(folder / 'told')
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_what_a_child_starts_ends_as_without_us(method, tmp_path):
+    """A program of a data loader worker, such as a decoder, is ended by ``Popen.terminate()``."""
+    children = SignalProofChildren.start(SIGNALS)
+    child = multiprocessing.get_context(method).Process(target=start_and_end_programs, args=(tmp_path,))
+    child.start()
+    child.join(HANG_SECS)
+    children.close()
+    assert (tmp_path / 'told').read_text() == f'{-signal.SIGTERM} {-signal.SIGTERM}'
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_child_ends_at_once_while_its_parent_does_not_handle_the_signal(method, tmp_path):
+    """As a hook is built whose runner only tests: nobody would make a save, nor end the child."""
+    children = SignalProofChildren.start([signal.SIGUSR2, signal.SIGTERM])
+    child = multiprocessing.get_context(method).Process(target=work, args=(tmp_path,), daemon=True)
+    child.start()
+    wait_for(tmp_path / 'began')
+    subprocess.run(['kill', '-TERM', str(child.pid)], check=True)
+    child.join(HANG_SECS)
+    children.close()
+    assert child.exitcode == -signal.SIGTERM
 
 
 def run_parent(method: str, folder: Path) -> subprocess.Popen[str]:
