@@ -291,6 +291,14 @@ class Collective:
 
         return finish
 
+    def find_store(self, name: str) -> dist.Store | None:
+        """A key-value store of all ranks, which outlives the connections; None with MPI, or a single rank.
+
+        Args:
+            name: Was never used before.
+        """
+        return _find_store(f'xhf_hooks/{name}') if self.world_size > 1 else None
+
     def close(self) -> None:
         """Destroy the group; a reused one stays open. Waits for no rank: those that still wait for this one fail."""
         if not self._is_reused:
@@ -357,12 +365,8 @@ class Collective:
 
     def _open(self, timeout_secs: float) -> None:
         """Wait until all ranks are here, and connect to them."""
-        try:
-            store = dist.PrefixStore('xhf_hooks', _get_default_store())
-        except (AttributeError, ValueError):  # MPI's process group has none
-            self._meeting = ''
-        else:
-            self._meeting = wait_for_all_ranks(store, self.rank, self.world_size, timeout_secs)
+        store = _find_store('xhf_hooks')
+        self._meeting = '' if store is None else wait_for_all_ranks(store, self.rank, self.world_size, timeout_secs)
         try:
             connect_timeout = timedelta(seconds=CONNECT_TIMEOUT_SECS)
             self._group = new_gloo_group(connect_timeout, self._timeout, prefix=f'xhf_hooks/{self._meeting}')
@@ -375,10 +379,10 @@ class Collective:
 
     def _warn_of_missing_ranks(self) -> None:
         """Log which ranks have not arrived, on the first rank to wait this long. Runs on: a timer's thread."""
-        # The store, or the rank that hosts it, may be gone; MPI has none
-        with contextlib.suppress(AttributeError, ValueError, RuntimeError):
-            store = dist.PrefixStore(f'xhf_hooks/{self._meeting}/{self._n_ensured}', _get_default_store())
-            rendezvous.register_waiting_rank(store, self.rank, self.world_size)
+        store = _find_store(f'xhf_hooks/{self._meeting}/{self._n_ensured}')
+        with contextlib.suppress(RuntimeError):  # the rank that hosts it may be gone
+            if store is not None:
+                rendezvous.register_waiting_rank(store, self.rank, self.world_size)
 
     @contextmanager
     def _in_touch(self, stage: str) -> Iterator[None]:
@@ -392,6 +396,14 @@ class Collective:
             self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
+
+
+def _find_store(prefix: str) -> dist.Store | None:
+    """A part of the key-value store of the process group; None if there is none, as with MPI."""
+    try:
+        return dist.PrefixStore(prefix, _get_default_store())
+    except (AttributeError, ValueError):
+        return None
 
 
 #: Made by :meth:`Collective.reused`; kept as long as the process group exists.

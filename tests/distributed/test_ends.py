@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, run_program
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background import background_tasks
+from xhf_hooks.background import background_task
+from xhf_hooks.background.run_end import RunEnd
 from xhf_hooks.background.upload import Uploads
+from xhf_hooks.places import sibling_folders
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.store import StoredSaves
 from xhf_hooks.saves import run as run_module
@@ -79,14 +82,14 @@ class Run:
             error = OSError(28, 'No space left on device') if what == 'failing' else None
             self.hold_back(OutputFile, 'write', error)
         self.save()
-        wait_until = background_tasks.wait_until
+        wait_until = background_task.wait_until
 
         def at_end(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
             if secs > 0:
                 self.ends.set()
             return wait_until(is_over, secs)
 
-        background_tasks.wait_until = run_module.wait_until = at_end
+        background_task.wait_until = run_module.wait_until = at_end
 
 
 def requested(run: Run) -> None:
@@ -191,6 +194,19 @@ def raised(run: Run, error: BaseException) -> None:
     raise error
 
 
+def replace_a_save(work_dir: Path, way: str) -> None:
+    """End while the save that was replaced is being deleted, which takes until the process waits for that."""
+    waits, wait, remove = threading.Event(), RunEnd.wait, sibling_folders.remove_tree
+    RunEnd.wait = lambda *args, **more: (waits.set(), wait(*args, **more))[1]
+    sibling_folders.remove_tree = lambda path: (waits.wait(HANG_SECS), remove(path))
+    signals = 'SIGHUP' if way == 'requested' else None
+    run = SimpleNamespace(saves=open_run(odd_llama(), work_dir / 'hf_model', save_on_signal=signals))
+    run.saves.save(iteration(1))
+    if way != 'requested':
+        run.saves.save(iteration(STEP))
+    WAYS[way][0](run)
+
+
 #: Name to what ends the process, and its exit status.
 WAYS: dict[str, tuple[Callable[[Run], None], int]] = {
     'nothing': (lambda run: None, 0),
@@ -217,6 +233,9 @@ FAILING = ('exception', 'sigterm', 'close')
 def main() -> None:
     way, what = sys.argv[2:]
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(levelname)s %(message)s')
+    if what == 'deletion':
+        replace_a_save(Path(sys.argv[1]), way)
+        return
     if way == 'handled':
         signal.signal(signal.SIGTERM, lambda *_: print('the handler is called'))
     run = Run(Path(sys.argv[1]), upload_keep=9, save_on_signal='SIGHUP' if way == 'requested' else None)
@@ -244,6 +263,14 @@ def test_the_outcome_is_told(way, what, tmp_path):
         assert json.loads(said.splitlines()[-1]) == statuses | meanwhile | {'lock_is_free': True}
 
 
+@pytest.mark.parametrize('way', ['nothing', 'exception', 'sys_exit', 'ctrl_c', 'requested', 'close'])
+def test_nothing_is_left_of_what_was_replaced(way, tmp_path):
+    (ended,) = run_program(__file__, tmp_path, way, 'deletion')
+    assert ended.returncode == WAYS[way][1], ended.stdout + ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+    assert 'waiting for the deletion of older saves of hf_model' in ended.stdout
+
+
 @pytest.mark.parametrize('way', ['exception', 'sigterm', 'requested'])
 def test_two_ranks_finish_their_save_and_upload_it(way, tmp_path):
     ended = run_program(__file__, tmp_path, way, 'save', world_size=2)
@@ -254,6 +281,7 @@ def test_two_ranks_finish_their_save_and_upload_it(way, tmp_path):
     assert 'waiting for a save in the background' in said or way == 'requested', said
     (pointer,) = (tmp_path / 'stored').glob('*/hf_model.json')
     assert json.loads(pointer.read_text())['step']['number'] == number, said
+    assert 'in place of other ranks' not in said, 'they stay until rank 0 has begun'
     # The command of the first save is ended, its supervisor perhaps while it starts
     assert 'on_saved for hf_model, iter_1 failed' in said or 'on_saved for hf_model, iter_1 was cancelled' in said
     commands = {path.name for path in (tmp_path / 'hf_model_on_saved').iterdir()}

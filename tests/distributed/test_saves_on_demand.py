@@ -26,7 +26,7 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
-from xhf_hooks.background import save_on_signal
+from xhf_hooks.background import save_requests
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 from xhf_hooks.places.store import read_pointer
 
@@ -146,7 +146,7 @@ def by_the_clock(work_dir: Path) -> str:
     uploads = dict(upload_to=(work_dir / 'store').as_uri(), upload_keep=1)
     how = dict(stage=2, max_iters=17, checkpoint=NO_CHECKPOINTS, hooks=[dict(type='MinutePerIteration')])
     clock = SimpleNamespace(monotonic=lambda: 60 * MinutePerIteration.minutes)
-    with mock.patch.object(save_on_signal, 'time', clock):
+    with mock.patch.object(save_requests, 'time', clock):
         return run({**how, 'hook': {**own, **uploads}}, work_dir)
 
 
@@ -182,7 +182,7 @@ def test_every_random_signal_is_a_save_of_one_step_of_all_ranks(finished):
     sent = {number: at for _, own in ranks for number, at in own.items()}
     assert sorted(sent) == list(range(N_SIGNALS))
     for number, saved in enumerate(sorted(found.values())):
-        most = sent[number] + save_on_signal._MOST_ITERATIONS + 5
+        most = sent[number] + save_requests._MOST_ITERATIONS + 5
         assert sent[number] <= saved <= most, 'saved before it was asked for, or much later'
     for folder in found:
         assert_whole(Path(log_dir, folder))

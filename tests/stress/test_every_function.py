@@ -43,17 +43,17 @@ WAYS = [
 ENTRANCES = {
     'saves.run.Run.save': 'calls what stands in agreed blocks, and nothing before',
     'saves.run.Run.wait_for_background_save': 'raises or reports what all ranks have',
-    'saves.outcomes.Outcomes.log_outcome': 'tells what all ranks have; what it calls may fail',
-    'saves.outcomes.Outcomes.call_frontend': 'tells what all ranks have; what it calls may fail',
-    'saves.outcomes.Outcomes._logging_errors': 'catches what fails then',
+    'saves.run.Run._log_outcome': 'tells what all ranks have; what it calls may fail',
+    'saves.run.Run._call_frontend': 'tells what all ranks have; what it calls may fail',
+    'saves.run.Run._logging_errors': 'catches what fails then',
     'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
-    'background.background_tasks.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
-    'background.background_tasks.BackgroundTask._run': 'runs in the thread that saves',
-    'background.save_in_flight.SavesInBackground.work': 'makes the save, and keeps what comes of it',
+    'background.background_task.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
+    'background.background_task.BackgroundTask._run': 'runs in the thread that saves',
+    'background.background_task.SaveInFlight.save': 'makes the save, and keeps what comes of it',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
-    'background.background_tasks.wait_until': 'waits for the background thread alone',
+    'system.threads.wait_until': 'waits for the background thread alone',
     'collective.': 'how ranks agree: without it they cannot',
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
@@ -67,7 +67,7 @@ NOT_BEGUN = 'is saved, but its upload and on_saved were not begun: '
 
 
 #: Uploads and commands of on_saved, in threads of their own, are not part of a save.
-THREADS = ('MainThread', 'xhf-SavesInBackground', 'xhf-writer')
+THREADS = ('MainThread', 'xhf-a-save-in-the-background', 'xhf-writer')
 #: Need what may not be installed, and are no part of a save.
 LEFT_OUT = ('xhf_hooks.cli', 'xhf_hooks.integrations.axolotl')
 

@@ -54,7 +54,7 @@ def live(rank: int, store: str, work_dir: str, url: str, endpoint: str) -> None:
             for number in SAVES:
                 fill(model, number)
                 saves.save(iteration(number))
-                saves._work.uploads.wait(60)
+                saves._after_saves.uploads.wait(60)
         finally:
             saves.close()
     except XhfError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import LoggerAdapter
-from typing import ClassVar, TypeVar
+from pathlib import Path
 
-from xhf_hooks.background.background_tasks import BackgroundTask
+from xhf_hooks.background.background_task import BackgroundTask
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.pinned_save import PinnedSave
@@ -28,42 +29,46 @@ class SaveJob:
 
     Attributes:
         name: Name of the folder of the save, such as ``hf_model``.
+        folder: Holds its files until they are unpinned.
         unpin: Called when the work has ended, or will not begin; perhaps twice.
+        number: Number of the save, the same on all ranks; later saves have larger numbers.
+        queued_at: When this was made, by ``time.monotonic()``.
     """
 
     name: str
     step: Step
+    folder: Path
     unpin: Callable[[], object] = field(repr=False)
+    number: int = 0
+    queued_at: float = field(default_factory=time.monotonic, repr=False)
 
     def __str__(self) -> str:
         return f'{self.name}, {self.step.label}'
 
 
-AnyJob = TypeVar('AnyJob', bound=SaveJob)
-
-
-class EachSave(BackgroundTask[AnyJob]):
+class EachSave(BackgroundTask[SaveJob]):
     """Works on committed saves. Errors are logged and never stop training.
 
     Work that has begun goes on when a newer save arrives; of the saves of one name that wait, the newest is next.
+
+    Args:
+        name: Its name in the log.
+        what: Before the name of a save, in the log.
 
     Attributes:
         failed: Saves on which the work was not done.
     """
 
-    #: Before the name of a save, in the log.
-    what: ClassVar[str]
-
-    def __init__(self, log: LoggerAdapter) -> None:
+    def __init__(self, name: str, what: str, log: LoggerAdapter, *, must_finish: bool) -> None:
         self.failed: list[str] = []
-        self._log = log
-        super().__init__()
+        self._what, self._log = what, log
+        super().__init__(name, self.work, must_finish=must_finish)
 
-    def process(self, job: AnyJob) -> None:
+    def process(self, job: SaveJob) -> None:
         """Do the work on a save. Must call :meth:`pause` often."""
         raise NotImplementedError
 
-    def work(self, job: AnyJob) -> None:
+    def work(self, job: SaveJob) -> None:
         """Work on a save unless the run has ended, and log what became of it."""
         try:
             self.pause()
@@ -72,7 +77,7 @@ class EachSave(BackgroundTask[AnyJob]):
             self._drop(job, 'training has ended')
         except Exception as error:  # of any type: this thread goes on with the next save
             self.failed.append(str(job))
-            self._log.error(f'{self.what} {job} failed; training goes on: {type(error).__name__}: {error}')
+            self._log.error(f'{self._what} {job} failed; training goes on: {type(error).__name__}: {error}')
         job.unpin()
 
     def pin(self, target: CheckpointFolder, step: Step) -> PinnedSave | None:
@@ -80,10 +85,10 @@ class EachSave(BackgroundTask[AnyJob]):
         try:
             return target.pin()
         except (OSError, XhfError) as error:  # the save itself is good
-            self._log.error(f'{self.what} {target.name}, {step.label} was cancelled: {error}')
+            self._log.error(f'{self._what} {target.name}, {step.label} was cancelled: {error}')
             return None
 
-    def add(self, job: AnyJob, *, replaces: bool = True) -> None:
+    def add(self, job: SaveJob, *, replaces: bool = True) -> None:
         """Work on this save next; with ``replaces``, in place of a waiting save of the same name."""
         for old in [old for old in [*self._waiting] if replaces and old.name == job.name]:
             with contextlib.suppress(ValueError):  # its work has just begun
@@ -114,5 +119,5 @@ class EachSave(BackgroundTask[AnyJob]):
 
     def _drop(self, job: SaveJob, why: str) -> None:
         self.failed.append(str(job))
-        self._log.warning(f'{self.what} {job} was cancelled: {why}')
+        self._log.warning(f'{self._what} {job} was cancelled: {why}')
         job.unpin()

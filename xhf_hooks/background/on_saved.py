@@ -17,16 +17,13 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.background.each_save import EachSave, SaveJob
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.places.pinned_save import PinnedSave
 from xhf_hooks.planning.types import Step
 
 if TYPE_CHECKING:
@@ -54,14 +51,7 @@ _OF_A_RANK = re.compile(
 )
 
 
-@dataclass(eq=False)
-class CommandJob(SaveJob):
-    """A command."""
-
-    pinned: PinnedSave = field(repr=False)
-
-
-class OnSaved(EachSave[CommandJob]):
+class OnSaved(EachSave):
     """Runs a command after each save.
 
     Args:
@@ -72,13 +62,10 @@ class OnSaved(EachSave[CommandJob]):
             ``on_saved/hf_model/accuracy``. The reader removes them.
     """
 
-    name, must_finish = 'on_saved', False
-    what = 'on_saved for'
-
     def __init__(self, command: Sequence[str], log: LoggerAdapter) -> None:
         self._command = command
         self.results: deque[tuple[Step, Mapping[str, float]]] = deque()
-        super().__init__(log)
+        super().__init__('on_saved', 'on_saved for', log, must_finish=False)
 
     def start(self) -> Self:
         """Start the thread; returns this task.
@@ -91,19 +78,17 @@ class OnSaved(EachSave[CommandJob]):
                 raise OptionError('on_saved', 'a program on the PATH of rank 0, or its full path', program)
         return super().start()
 
-    def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective | None = None) -> None:
+    def handle_commit(self, target: CheckpointFolder, step: Step) -> None:
         """Pin the save that was just committed, and queue the command."""
         if pinned := self.pin(target, step):
-            self.add(CommandJob(target.name, step, pinned.unpin, pinned))
+            self.add(SaveJob(target.name, step, pinned.path, pinned.unpin))
 
-    def process(self, job: CommandJob) -> None:
+    def process(self, job: SaveJob) -> None:
         """Run the command, and log what became of it."""
-        began, path = time.monotonic(), job.pinned.path
-        output = path.with_name(f'{job.name}_on_saved') / job.step.label
+        began = time.monotonic()
+        output = job.folder.with_name(f'{job.name}_on_saved') / job.step.label
         output.mkdir(parents=True, exist_ok=True)
-        for link in job.pinned.links:  # the save's own files
-            link.chmod(link.stat().st_mode & ~0o222)
-        values = {'path': path, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
+        values = {'path': job.folder, 'step': job.step.iteration, 'label': job.step.label, 'output': output}
         with (output / LOG_NAME).open('ab') as log:
             log_start = log.tell()
             process = _start(fill_in(self._command, values), log)
@@ -112,22 +97,17 @@ class OnSaved(EachSave[CommandJob]):
                 self.pause(_POLL_SECS)
         finally:
             status = _end(process)
-            for changed in job.pinned.changed():
-                self._log.error(
-                    f'{self.what} {job} changed {changed.name} in {{path}}, which is a file of the save itself (a hard '
-                    f'link), so this save is damaged; the command must copy what it changes'
-                )
         secs, lines = time.monotonic() - began, _last_lines(output / LOG_NAME, log_start)
         if status:
             ended = f'exit status {status}' if status > 0 else f'killed by signal {-status}'
             ended += f'; last line: {lines[-1][:200]}' if lines else ''
             where = f'Its output is in {output / LOG_NAME}'
-            self._log.error(f'{self.what} {job} failed after {secs:.1f} s; training goes on: {ended}. {where}')
+            self._log.error(f'{self._what} {job} failed after {secs:.1f} s; training goes on: {ended}. {where}')
             return
         if found := numbers_in(lines):
             self.results.append((job.step, {f'on_saved/{job.name}/{name}': value for name, value in found.items()}))
         shown = ', '.join(f'{name} {value:.4g}' for name, value in list(found.items())[:8])
-        self._log.info(f'{self.what} {job} took {secs:.1f} s{": " * bool(shown)}{shown}')
+        self._log.info(f'{self._what} {job} took {secs:.1f} s{": " * bool(shown)}{shown}')
 
 
 def _start(command: Sequence[str], log: Any) -> subprocess.Popen[bytes]:

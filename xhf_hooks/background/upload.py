@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from xhf_hooks.background.each_save import EachSave, SaveJob
 from xhf_hooks.collective import Collective
@@ -20,32 +21,58 @@ from xhf_hooks.integrity.manifest import Manifest, parse_manifest
 from xhf_hooks.places.access import all_ranks_see
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub_bucket import is_bucket_url
-from xhf_hooks.places.store import Pointer, StoredSaves, read_pointer, run_prefix, send_file
+from xhf_hooks.places.store import StoredSaves, run_prefix, send_file
 from xhf_hooks.planning.types import Step
+from xhf_hooks.system.rendezvous import store_has
 
-#: Seconds between two requests to the store for what other ranks have done.
+#: Seconds between two requests to the store for what other ranks have uploaded.
 _LEAST_POLL_SECS, _MOST_POLL_SECS = 0.1, 2.0
+#: Seconds between two looks at what rank 0 says.
+_BOARD_POLL_SECS = 0.05
 
 
-@dataclass(eq=False)
-class UploadJob(SaveJob):
-    """This rank's work for the upload of one save.
+class UploadBoard:
+    """What ranks tell each other about the uploads of a run, in the key-value store of their process group.
 
-    Attributes:
-        number: Number of the save, the same on all ranks; later saves have larger numbers.
-        folder: Holds its files until everything is uploaded.
+    Args:
+        store: A store of torch for this run alone.
     """
 
-    number: int
-    folder: Path
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def announce(self, number: int, save_name: str) -> None:
+        """Say under which name in the store a save is uploaded; '' if it is not. Runs on: rank 0."""
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store has ended
+            if not store_has(self._store, f'{number}'):
+                self._store.set(f'{number}', save_name)
+
+    def read(self, number: int) -> str | None:
+        """What rank 0 has announced for a save; None if it has not yet."""
+        try:
+            return self._store.get(f'{number}').decode() if store_has(self._store, f'{number}') else None
+        except RuntimeError:  # the rank that hosts the store, mostly rank 0, has ended
+            return ''
+
+    def leave(self) -> None:
+        """Say that this rank will upload no more. Runs on: other ranks than rank 0."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add('left', 1)
+
+    def count_left(self) -> int:
+        """How many ranks will upload no more."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.add('left', 0)
+        return 0
 
 
-class Uploads(EachSave[UploadJob]):
+class Uploads(EachSave):
     """The uploads of a run. Public methods run on all ranks.
 
     Rank 0 waits for no other rank: it lists in the store which files other ranks have uploaded, and uploads missing
-    files itself, since their rank may have died or may not reach the store. Other ranks wait until rank 0 begins this
-    save, or a later one. A file that they cannot upload is no error: rank 0 uploads it, or logs why it cannot.
+    files itself, since their rank may have died or may not reach the store. Other ranks wait until rank 0 announces
+    that it has begun this save, or will not. A file that they cannot upload is no error: rank 0 uploads it, or logs why
+    it cannot.
 
     Inherited from :class:`.EachSave`: a thread that calls :meth:`process` with one job after another and logs errors;
     ``add``, which queues a job in ``_waiting``; ``pause``, which raises once ``close`` has set ``_must_end``. Since
@@ -53,25 +80,31 @@ class Uploads(EachSave[UploadJob]):
 
     Args:
         destinations: Where saves are uploaded to, by the name of their folder.
+        board: What ranks tell each other; None if rank 0 uploads everything.
         n_ranks: Number of ranks that share the files.
 
     Attributes:
-        patience_secs: How long rank 0 waits for other ranks, or as long as its own files took if that is longer.
+        patience_secs: How long rank 0 waits for other ranks, or as long as its own files took if that is longer; and
+            how long an interrupted rank stays for what rank 0 announces.
     """
 
-    name, must_finish = 'uploads', True
-    what = 'the upload of'
     patience_secs = 30.0
 
     def __init__(
-        self, destinations: Mapping[str, StoredSaves], log: LoggerAdapter, rank: int = 0, n_ranks: int = 1
+        self,
+        destinations: Mapping[str, StoredSaves],
+        log: LoggerAdapter,
+        board: UploadBoard | None = None,
+        rank: int = 0,
+        n_ranks: int = 1,
     ) -> None:
         self._destinations = destinations
+        self._board = board
         self._rank = rank
         self._n_ranks = n_ranks
         self._number = 0
         self._is_sending = False  # on other ranks than rank 0
-        super().__init__(log)
+        super().__init__('uploads', 'the upload of', log, must_finish=True)
 
     def prepare(self) -> None:
         """Check before training that uploads will work.
@@ -105,10 +138,10 @@ class Uploads(EachSave[UploadJob]):
         self._number += 1
         if name is not None and self._rank < self._n_ranks:
             folder = target.path.with_name(name)  # other hosts may mount it elsewhere
-            # Only rank 0 skips saves for newer ones; other ranks learn from the pointer which save it has begun
-            self.add(UploadJob(target.name, step, release, self._number, folder), replaces=self._rank == 0)
+            # Only rank 0 skips saves for newer ones; it announces to the other ranks which ones
+            self.add(SaveJob(target.name, step, folder, release, self._number), replaces=self._rank == 0)
 
-    def process(self, job: UploadJob) -> None:
+    def process(self, job: SaveJob) -> None:
         """Upload this rank's share of a save; rank 0 then makes the save visible."""
         if self._rank != 0:
             with contextlib.suppress(XhfError, OSError):  # such as the files of a save that rank 0 has skipped
@@ -121,10 +154,17 @@ class Uploads(EachSave[UploadJob]):
         took = f'{size} in {time.monotonic() - began:.1f} s'
         self._log.info(f'uploaded {job.step.label} to {destination.url}/{prefix}: {took}')
 
+    def work(self, job: SaveJob) -> None:
+        """Upload a save, or this rank's share of it."""
+        super().work(job)
+        self._announce(job, '')  # if it failed before it had a name
+
     def close(self) -> None:
         """Drop the uploads that are left, log all that were not made, and end the thread."""
         if self._must_end.is_set():
             return
+        if self._board is not None and self._rank != 0:
+            self._board.leave()
         super().close()
         if self.failed:
             self._log.warning(f'not uploaded: {"; ".join(self.failed)}')
@@ -133,18 +173,24 @@ class Uploads(EachSave[UploadJob]):
                 destination.clean_at_end()
 
     def left(self) -> list[str]:
-        """The saves on which work is left. Rank 0 may never begin what other ranks wait for."""
-        return super().left() if self._rank == 0 or self._is_sending else []
+        """The saves on which work is left. Rank 0 may have died, and never begin what other ranks wait for."""
+        if self._rank == 0 or self._is_sending:
+            return super().left()
+        now = time.monotonic()
+        jobs = [job for job in [self._current, *self._waiting] if job is not None]
+        return [str(job) for job in jobs if now - job.queued_at < self.patience_secs]
 
-    def _publish(self, saves: StoredSaves, job: UploadJob, manifest: Manifest, data: bytes) -> str:
+    def _publish(self, saves: StoredSaves, job: SaveJob, manifest: Manifest, data: bytes) -> str:
         """Returns the name of the save there."""
         began, files = time.monotonic(), manifest.files
         prefix = saves.begin(job.step.label, files, job.number)
+        self._announce(job, prefix)
         self._send(saves, job, prefix, manifest, self._share(manifest))
         own_secs = time.monotonic() - began
         deadline, n_taken_over = time.monotonic() + max(self.patience_secs, own_secs), 0
         while missing := saves.missing(prefix, files):
-            if time.monotonic() < deadline:
+            is_alone = self._board is None or self._board.count_left() == self._n_ranks - 1
+            if time.monotonic() < deadline and not is_alone:
                 self.pause(min(max(own_secs / 20, _LEAST_POLL_SECS), _MOST_POLL_SECS))
             else:
                 n_taken_over += 1
@@ -156,40 +202,34 @@ class Uploads(EachSave[UploadJob]):
             self._log.warning(f'uploaded {counted(n_taken_over, "file")} in place of other ranks')
         return prefix
 
-    def _help(self, job: UploadJob) -> None:
-        """Upload this rank's files once rank 0 has begun the save, unless that is over."""
-        pause_secs = _LEAST_POLL_SECS
-        while (pointer := self._begun_since(job)) is None:
-            self.pause(pause_secs)  # raises once the run has ended
-            pause_secs = min(2 * pause_secs, _MOST_POLL_SECS)
-        if pointer.number != job.number or pointer.writing is None:
+    def _help(self, job: SaveJob) -> None:
+        """Upload this rank's files once rank 0 has begun the save."""
+        if self._board is None:
+            return
+        while (prefix := self._board.read(job.number)) is None:
+            self.pause(_BOARD_POLL_SECS)  # raises once the run has ended
+        if not prefix:
             return
         self._is_sending = True
         try:
             manifest, _ = _manifest_of(job)
-            self._send(self._destinations[job.name], job, pointer.writing, manifest, self._share(manifest))
+            self._send(self._destinations[job.name], job, prefix, manifest, self._share(manifest))
         finally:
             self._is_sending = False
 
-    def _begun_since(self, job: UploadJob) -> Pointer | None:
-        """The pointer, once rank 0 has begun this save or a later one: it takes saves by number, and skips some.
-
-        A later one may be of another folder, such as that of the best save, which has a pointer of its own.
-        """
-        for name in dict.fromkeys(each.name for each in [job, *self._waiting]):
-            pointer = read_pointer(self._destinations[name].store, name)
-            if pointer is not None and pointer.number >= job.number:
-                return pointer
-        return None
+    def _announce(self, job: SaveJob, save_name: str) -> None:
+        if self._board is not None and self._rank == 0:
+            self._board.announce(job.number, save_name)
 
     def _drop(self, job: SaveJob, why: str) -> None:
+        self._announce(job, '')
         if self._rank == 0:  # which logs it for all ranks
             super()._drop(job, why)
 
     def _share(self, manifest: Manifest) -> list[str]:
         return _largest_first(manifest)[self._rank :: self._n_ranks]
 
-    def _send(self, saves: StoredSaves, job: UploadJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
+    def _send(self, saves: StoredSaves, job: SaveJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
         for name in names:
             self.pause()  # raises once the run has ended
             send_file(saves.store, prefix, name, job.folder / name, manifest.files[name])
@@ -199,7 +239,7 @@ def _largest_first(manifest: Manifest) -> list[str]:
     return sorted(manifest.files, key=lambda name: (-manifest.files[name].nbytes, name))
 
 
-def _manifest_of(job: UploadJob) -> tuple[Manifest, bytes]:
+def _manifest_of(job: SaveJob) -> tuple[Manifest, bytes]:
     data = (job.folder / MANIFEST_NAME).read_bytes()
     return parse_manifest(data, str(job.folder)), data
 
@@ -226,11 +266,12 @@ def start_uploads(
     Raises:
         AgreedError: Rank 0 cannot write next to the first of ``finals``, by which it is tried whether all ranks see it.
     """
-    url = f'{url}/{collective.from_rank0("preflight", partial(run_prefix, timestamp))}'
+    prefix = collective.from_rank0('preflight', partial(run_prefix, timestamp))
+    url, store = f'{url}/{prefix}', collective.find_store(prefix)
     newest, *extra = (final.name for final in finals)
     destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
     destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}
-    n_ranks = collective.world_size if all_ranks_see(finals[0], collective) else 1
-    if is_bucket_url(url):
-        n_ranks = 1  # the Hub limits the requests of a user, and ranks that share files ask again and again
-    return Uploads(destinations, log, collective.rank, n_ranks).start()
+    # The Hub limits the requests of a user, and rank 0 asks again and again for what the others have uploaded
+    is_shared = all_ranks_see(finals[0], collective) and store is not None and not is_bucket_url(url)
+    board = UploadBoard(store) if store is not None and is_shared else None
+    return Uploads(destinations, log, board, collective.rank, collective.world_size if is_shared else 1).start()

@@ -13,7 +13,7 @@ from mmengine.logging import MessageHub
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
-from xhf_hooks.background.save_on_signal import signal_numbers
+from xhf_hooks.background.save_requests import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
@@ -181,7 +181,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:
                 raise
-            saves.outcomes.raise_or_log(error, 'comparing scores')
+            saves.raise_or_log(error, 'comparing scores')
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:

@@ -44,7 +44,7 @@ class SiblingFolders:
         self._newest, self._warn = newest, warn
         self._warned: set[str] = set()
         self._guarded: set[Path] = set()
-        self.deletion = BackgroundDeletion()
+        self.deletion = BackgroundDeletion(newest.name)
 
     @contextlib.contextmanager
     def warn_instead_of_raising(self, what: str) -> Iterator[None]:

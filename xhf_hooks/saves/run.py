@@ -1,23 +1,22 @@
 """All saves of one run, from preflight to the last report: shared by hook, callback and ``save_hf``.
 
-How a run may end: the table in :mod:`.background_work`. What the verbs for it mean (poll, wait, finish, close, abort,
-unlock, abandon): "Terms" in docs/how-it-works.md.
+How a run may end: the table in :mod:`.run_end`. What the verbs for it mean (poll, wait, finish, close, abort, unlock,
+abandon): "Terms" in docs/how-it-works.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from xhf_hooks.background.background_tasks import wait_until
+from xhf_hooks.background.after_saves import AfterSaves
+from xhf_hooks.background.run_end import RunEnd
 from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError, XhfError
@@ -25,15 +24,13 @@ from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.background_work import BackgroundWork, close_forgotten_run
-from xhf_hooks.saves.outcomes import Outcomes
 from xhf_hooks.saves.preflight import log_preparations, manifests_of_targets, occasions_of, preflight
 from xhf_hooks.saves.preparation import Preparation
 from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.save import Saver
-from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
+from xhf_hooks.system.threads import wait_until
 from xhf_hooks.system.versions import require_packages
 
 
@@ -47,7 +44,6 @@ class Run:
     Attributes:
         newest: The target of all saves but the extra ones: the folder of the newest one, with older saves next to it.
         extra_targets: Further targets by suffix, such as 'best'. Each keeps one save.
-        outcomes: Logs what became of saves, and calls the frontend: the hook, callback or loop that opened the run.
         saving_to: The target of the save in flight in the background; None if there is none.
         saved_at: Iterations done at the last save to ``newest``, also one in flight; None before the first, and after
             one that failed in the background.
@@ -59,23 +55,24 @@ class Run:
         newest: CheckpointFolder,
         extra_targets: Mapping[str, CheckpointFolder],
         options: RunOptions | CallOptions,
-        outcomes: Outcomes,
-        work: BackgroundWork,
-        registration: RunRegistration,
+        end: RunEnd,
+        after_saves: AfterSaves,
+        on_committed: Callable[[CommittedCheckpoint], None],
+        on_result: Callable[[Step, Mapping[str, float]], None],
     ) -> None:
         self._saver = saver
         self.log, self.collective = saver.log, saver.collective
         self.newest, self.extra_targets = newest, extra_targets
         self._options = options
-        self.outcomes = outcomes
-        # `.tasks`: the save in flight, uploads, on_saved. `.requests`: by signals (save_on_signal), interval_minutes
-        self._work = work
-        self._registration = registration
-        self._ending = ExitStack()
+        self._end = end
+        self._after_saves = after_saves
+        self._on_committed, self._on_result = on_committed, on_result
         self._saving: Future[CommittedCheckpoint] | None = None  # in the background
         self.saving_to: CheckpointFolder | None = None
         self.saved_at: int | None = None
-        self._saved_checksum: int | None = None  # of this rank's weights at the last save
+        self._saved_checksum: int | None = None  # of this rank's weights at the last save to `newest`
+        self._has_saved = False
+        self._last_error = ''
 
     @classmethod
     @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
@@ -104,7 +101,6 @@ class Run:
         Raises:
             XhfError: Saves will not work; the same on every rank.
         """
-        outcomes = Outcomes(log, raises=options.on_error == 'raise', on_committed=on_committed, on_result=on_result)
         newest = CheckpointFolder(
             info.folder.absolute(),
             options.max_keep_ckpts,
@@ -114,18 +110,13 @@ class Run:
         )
         extra_targets = {suffix: newest.extra_target(suffix) for suffix in info.extra_suffixes}
         targets = [newest, *extra_targets.values()]
-        work = BackgroundWork(options, log)
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        registration = RunRegistration(info.trainer, {str(target.path) for target in targets})
-        # Closes earlier runs that were interrupted, such as one in an earlier notebook cell. An exception: training B
-        # may be started inside a callback of training A. Then A still runs, and stays open. This is so if a method of
-        # A's trainer is on Python's call stack
-        registration.close_earlier(log)
-        with ExitStack() as ending:
-            ending.callback(registration.unregister)
+        end = RunEnd.begin(targets, info.trainer, options.save_on_signal or (), options.exit_wait_secs, log)
+        try:
             collective = Collective.connect() if collective is None else collective
-            ending.callback(collective.close)
+            end.do_last(collective.close)
+            after_saves = AfterSaves(options, log)
             saver = Saver.prepare(
                 unwrapped,
                 options,
@@ -134,25 +125,29 @@ class Run:
                 strategy=choose_strategy(log, options.writer, newest.path, collective),
                 in_background=options.async_save,
                 stays_cached=options.on_saved is not None,
-                after_commit=work.tasks.handle_commit,
+                after_commit=after_saves.handle_commit,
             )
-            ending.callback(saver.close)
+            for close in saver.closers():
+                end.do_last(close)
+            # In the order in which an end waits for them
+            if saver.background is not None:
+                end.add_task(saver.background)
             for target in targets:
-                ending.callback(target.unlock)
-            ending.callback(work.tasks.close)
-            work.start_tasks(saver.background, targets, collective, info.timestamp)
-            preflight(saver, targets, base_dirs_of(unwrapped.model), work.uploads, info)
-            run = cls(saver, newest, extra_targets, options, outcomes, work, registration)
-            work.handle_exits_and_signals(run, ending)  # keeps only a weak reference to the run
+                end.add_task(target.siblings.deletion)
+            for task in after_saves.start([target.path for target in targets], collective, info.timestamp):
+                end.add_task(task)
+            preflight(saver, targets, base_dirs_of(unwrapped.model), after_saves.uploads, info)
+            run = cls(saver, newest, extra_targets, options, end, after_saves, on_committed, on_result)
+            end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
             with collective.stage('preflight'):
                 log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
-            run._ending = ending.pop_all()
+        except BaseException:
+            end.close()
+            raise
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
-        # no thread, no signal handler and no argument of `finalize` may hold a reference to this object, or to
-        # `info.trainer` (such as MMEngine's runner, which has the model). The registration may, since nothing but this
-        # object and a weak set refers to the registration: a cycle, which is collected
-        weakref.finalize(run, close_forgotten_run, os.getpid(), targets, work.tasks).atexit = False
-        registration.register(run.close)
+        # no thread, no signal handler and nothing that an end calls may hold a reference to this object, or to
+        # `info.trainer` (such as MMEngine's runner, which has the model)
+        end.close_when_garbage(run)
         return run
 
     @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
@@ -167,10 +162,13 @@ class Run:
     ) -> None:
         """Make one save, or begin it if saves are made in the background.
 
+        Does nothing if this iteration is saved in ``newest`` already, unless the weights have changed since.
+
         Args:
             target: Where it goes; None: to ``newest``.
             manifest_fields: Fields of the manifest for this save only.
-            remember_weights: Take a checksum of the weights, by which :meth:`finish` sees whether they changed since.
+            remember_weights: Take a checksum of the weights, by which a later call for the same iteration, or
+                :meth:`finish`, sees whether they changed since.
             call_began: As in :meth:`.Saver.save`.
 
         Raises:
@@ -179,37 +177,45 @@ class Run:
         target = target or self.newest
         committed = None
         try:
-            if self._registration.is_closed:  # on all ranks alike
-                raise self._registration.closed_error()
+            # After SIGTERM and its like, another thread waits for the tasks, then lets the signal take effect. Until
+            # then this thread stays here; it goes on only if the user's handler of the signal returns
+            self._end.block_if_process_is_ending()
+            if self._end.is_closed:  # on all ranks alike
+                raise self._end.closed_error()
             with self.collective.stage('save'):
-                # After SIGTERM and its like, another thread waits for the background tasks, then lets the signal take
-                # effect. Until then this thread stays here; it goes on only if the user's handler of the signal returns
-                self._work.block_if_process_is_ending()
                 self.ensure_connected()
-                self.wait_for_background_save()
+                self.wait_for_background_save()  # here all ranks learn whether it failed
                 self._warn_if_reconnected(self._saver.ensure_connected())
+            if target is self.newest and self._is_saved(step):
+                return  # the clock, a signal, a schedule and the trainer may ask for the same iteration
+            with self.collective.stage('save'):
                 # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
                 # and the user's handler may have let the process live on: count anew
-                self._work.tasks.reset_wait_deadline()
+                self._end.reset_wait_deadline()
                 if self._options.async_save:
-                    log_outcome = partial(self.outcomes.log_outcome, step)
+                    log_outcome = partial(self._log_outcome, step)
                     self._saving = self._saver.start(target, step, manifest_fields, log_outcome)
                     self.saving_to = target
                 else:
                     committed = self._saver.save(target, step, manifest_fields, call_began)
-                self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
+                if target is self.newest:
+                    self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
         except XhfError as error:
-            self.outcomes.raise_or_log(error, f'the save of {step.label}')
+            self.raise_or_log(error, f'the save of {step.label}')
             return
         finally:
-            if self._work.requests is not None and target is self.newest:
+            if self._end.requests is not None and target is self.newest:
                 # After a failed save, too: else the next iteration would save again, and fail alike
-                self._work.requests.restart_clock()
+                self._end.requests.restart_clock()
         if target is self.newest:
             self.saved_at = step.iteration
         if committed is not None:
-            self.outcomes.log_outcome(step, committed, None)
-            self.outcomes.call_frontend(committed)
+            self._log_outcome(step, committed, None)
+            self._call_frontend(committed)
+            if target is self.newest and self._end.requests is not None:
+                # A signal that came while the save was written is answered by it
+                self._end.requests.mark_answered()
+                self._end.answer_signal()
 
     def save_if_requested(self, step: Step, *, vote_now: bool = False, remember_weights: bool = False) -> None:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
@@ -223,8 +229,8 @@ class Run:
         Raises:
             XhfError: The save failed, or ranks could not vote, and ``on_error`` is 'raise'.
         """
-        requests = self._work.requests
-        if requests is None or self._registration.is_closed:
+        requests = self._end.requests
+        if requests is None or self._end.is_closed:
             return
         try:
             if vote_now:
@@ -233,19 +239,16 @@ class Run:
             if not requests.is_due(vote_now=vote_now):
                 return
         except RankLostError as error:
-            if self.outcomes.raises:
+            if self._raises:
                 raise
             self.log.error(
                 f'save_on_signal and interval_minutes have no effect until a save or validation connects again: {error}'
             )
             return
-        # Before saved_at is read: here all ranks learn whether the save in flight failed
-        self.wait_for_background_save()
-        if self.saved_at != step.iteration:
-            self.save(step, remember_weights=remember_weights)
-        if requests.ending_signal is not None:
+        self.save(step, remember_weights=remember_weights)
+        if self._end.ends_after_save:
             self.wait_for_background_save()
-            self._work.end_process_if_signaled()  # waits for uploads first
+            self._end.answer_signal()
 
     def poll_background(self) -> None:
         """After an iteration: note a background save that has ended on this rank, and pass on results of ``on_saved``.
@@ -258,13 +261,16 @@ class Run:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        self._work.block_if_process_is_ending()
+        self._end.block_if_process_is_ending()
         if self._saving is not None and self._saving.done():
-            leaves_no_rank_behind = not self.outcomes.raises or self.collective.world_size == 1
-            if self._saving.exception() is None or leaves_no_rank_behind:
+            is_same_on_all_ranks = not self._raises or self.collective.world_size == 1
+            if self._saving.exception() is None or is_same_on_all_ranks:
                 self.wait_for_background_save()
-        if self._work.on_saved is not None:
-            self.outcomes.pass_on(self._work.on_saved.results)
+        results = self._after_saves.results
+        while results:
+            step, numbers = results.popleft()
+            with self._logging_errors(step):
+                self._on_result(step, numbers)
 
     def wait_for_background_save(self) -> None:
         """Wait for the save in flight, if any, and call the frontend. The outcome was logged; it is equal on all ranks.
@@ -278,11 +284,11 @@ class Run:
         ended, target = self._saving, self.saving_to
         self._saving = self.saving_to = None
         try:
-            self.outcomes.call_frontend(ended.result())
+            self._call_frontend(ended.result())
         except XhfError:
             if target is self.newest:
                 self.saved_at = None
-            if self.outcomes.raises:
+            if self._raises:
                 raise
 
     def finish(self, step: Step, *, reloaded_step: Step | None = None) -> None:
@@ -300,7 +306,7 @@ class Run:
             XhfError: A save failed, or ranks could not vote, and ``on_error`` is 'raise'.
         """
         self.wait_for_background_save()
-        if self._registration.is_closed:
+        if self._end.is_closed:
             self.save(step)  # whose error says that no save can be made
             return
         try:
@@ -308,9 +314,9 @@ class Run:
                 self.ensure_connected()
             # Trainer knows its best checkpoint only on hosts that see that folder
             reloaded_step = self.collective.from_rank0('finish', lambda: reloaded_step)
-            is_saved = self.saved_at == step.iteration and not self._have_weights_changed()
+            is_saved = self._is_saved(step)
         except XhfError as error:
-            self.outcomes.raise_or_log(error, 'the last save')
+            self.raise_or_log(error, 'the last save')
             return
         if reloaded_step is not None and not is_saved:
             step = reloaded_step
@@ -319,12 +325,12 @@ class Run:
             self.wait_for_background_save()
         self.save_if_requested(step, vote_now=True)
         self.wait_for_background_save()
-        if not self.outcomes.has_saved:
+        if not self._has_saved:
             self.log.warning('training has ended, and this run has saved nothing')
         try:
-            self._work.wait_on_all_ranks(self._targets, self.collective)
+            self._end.wait_on_all_ranks(self.collective)
         except XhfError as error:
-            self.outcomes.raise_or_log(error, 'waiting for deletions, uploads and on_saved')
+            self.raise_or_log(error, 'waiting for deletions, uploads and on_saved')
         self.poll_background()
 
     def ensure_connected(self) -> None:
@@ -337,23 +343,25 @@ class Run:
             RankLostError: A rank has died, or could not be reached again.
         """
         has_reconnected = self.collective.ensure_connected()
-        if self._work.requests is not None:
-            has_reconnected = self._work.requests.ensure_connected(self.collective) or has_reconnected
+        if self._end.requests is not None:
+            has_reconnected = self._end.requests.ensure_connected(self.collective) or has_reconnected
         self._warn_if_reconnected(has_reconnected)
 
     def _warn_if_reconnected(self, has_reconnected: bool) -> None:
         if has_reconnected:
             self.log.warning('a connection between ranks had broken; they are connected again')
 
-    def _have_weights_changed(self) -> bool:
-        """Whether a rank's weights are not those of the last save. Runs on: all ranks, with the same result."""
-        if self._saved_checksum is None:  # made without remember_weights: they count as unchanged
+    def _is_saved(self, step: Step) -> bool:
+        """Whether the weights are those of the last save to ``newest``. Runs on: all ranks, with the same result."""
+        if self.saved_at != step.iteration:
             return False
+        if self._saved_checksum is None:  # made without remember_weights: they count as unchanged
+            return True
         has_changed = True
         # An error may be of one rank alone. It counts as a change: then all ranks vote, save, and get it from the save
         with contextlib.suppress(Exception):
             has_changed = self._saver.checksum_weights() != self._saved_checksum
-        return self.collective.any(has_changed, 'finish')
+        return not self.collective.any(has_changed, 'comparing weights')
 
     def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
         """The saves of earlier runs in the extra targets, which saves of this run will replace. Runs on: rank 0.
@@ -369,15 +377,20 @@ class Run:
         If a signal of ``save_on_signal`` has come that ends the process, and no save has answered it, it takes effect
         now. Does nothing the second time, nor in a forked child, whose parent goes on.
         """
-        if not self._registration.is_of_this_process:
+        if not self._end.is_of_this_process:
             return
-        # Waits at most exit_wait_secs for saves and uploads, then drops what is left, except a save being written
-        self._work.tasks.close()
+        # Waits at most exit_wait_secs for saves and uploads, then drops what is left, except a save being written. For
+        # that it waits, however long: the folder stays locked until it ends
+        self._end.close()
         with contextlib.suppress(Exception):  # of any type: the thread that saves has logged it
-            self.wait_for_background_save()  # for that save, however long: the folder stays locked until it ends
-        self._ending.close()
-        if self._work.requests is not None:
-            self._work.requests.end_process_if_signaled()  # at once: the tasks above are closed
+            self.wait_for_background_save()
+        self._end.answer_signal()
+
+    def raise_or_log(self, error: XhfError, what: str) -> None:
+        """Raise or log an error, depending on ``on_error``. Rank 0 alone logs what all ranks share."""
+        if self._raises:
+            raise error
+        self._log_error(error, f'{what} failed and training goes on: {error}')
 
     @property
     def preparation(self) -> Preparation:
@@ -385,5 +398,35 @@ class Run:
         return self._saver.preparation
 
     @property
-    def _targets(self) -> list[CheckpointFolder]:
-        return [self.newest, *self.extra_targets.values()]
+    def _raises(self) -> bool:
+        return self._options.on_error == 'raise'
+
+    def _log_outcome(self, step: Step, committed: CommittedCheckpoint | None, error: BaseException | None) -> None:
+        """Log what became of a save. Runs on: the thread that saves."""
+        if committed is None:
+            text = str(error) if isinstance(error, XhfError) else f'{type(error).__name__}: {error}'
+            self._log_error(error, f'the save of {step.label} in the background failed: {text}')
+            return
+        with self._logging_errors(step):
+            log_save(self.log, committed, whole_path=RunEnd.is_ambiguous(Path(committed.path)))
+
+    def _log_error(self, error: BaseException | None, text: str) -> None:
+        """Log why a save failed: once, also if it was tried again."""
+        is_shared = isinstance(error, XhfError) and not isinstance(error, RankLostError)
+        if text != self._last_error and not (is_shared and self.collective.rank != 0):
+            self.log.error(f'{text}.{" The previous save is still complete." if self._has_saved else ""}')
+        self._last_error = text
+
+    def _call_frontend(self, committed: CommittedCheckpoint) -> None:
+        """Call the frontend for a committed save. Runs on: the thread that trains."""
+        self._has_saved = True
+        with self._logging_errors(committed.step):
+            self._on_committed(committed)
+
+    @contextlib.contextmanager
+    def _logging_errors(self, step: Step) -> Iterator[None]:
+        """Log what fails in this block: the save is good, and other ranks go on."""
+        try:
+            yield
+        except Exception as error:  # of any type, since the user's code may run here, such as a visualizer
+            self.log.error(f'{step.label} is saved, but a callback failed: {type(error).__name__}: {error}')

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
+from xhf_hooks.background.background_task import BackgroundTask, SaveInFlight
 from xhf_hooks.collective import Collective, Flag
 from xhf_hooks.errors import SharedError
 from xhf_hooks.exporters.model_card import write_model_card
@@ -58,6 +58,8 @@ class Saver:
         source: Gives the model's tensors; made again at each save.
         preparation: The plan and what it was made from; made again when the model's tensors or config change.
         background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
+        background_collective: Connects the ranks for that thread: meanwhile the thread that trains uses another one,
+            also while it waits for a save.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
     """
@@ -71,7 +73,8 @@ class Saver:
     source: Source
     preparation: Preparation
     writer: Writer
-    background: SavesInBackground | None
+    background: BackgroundTask[SaveInFlight] | None
+    background_collective: Collective | None = None
     memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     tokenizer: Any | None = None
     eos_token_ids: Sequence[int] = ()
@@ -107,13 +110,17 @@ class Saver:
         with collective.stage('plan'):
             source = source_for(unwrapped.root)
             prepared = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
-        background = SavesInBackground(Collective.connect()) if in_background else None
+        background: BackgroundTask[SaveInFlight] | None = None
+        if in_background:
+            background = BackgroundTask('a save in the background', SaveInFlight.save, must_finish=True)
+        background_collective = Collective.connect() if in_background else None
         with collective.stage('start threads'):
             pending_nbytes = bucket_nbytes_of(options)  # one bucket waits for the disk while the next one is gathered
             writer = Writer.start(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
         saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, prepared, writer, background)
+        saver.background_collective = background_collective
         # A run that is never closed ends its thread when it is garbage (see also the end of Run.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
@@ -186,10 +193,10 @@ class Saver:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
         """
         with self.collective.stage('save'):
-            if self.background is None:
+            if self.background is None or self.background_collective is None:
                 raise ValueError('expected a Saver that was prepared with in_background=True')
             save = self._begin(target, step, manifest_fields or {})
-            save.copy(self.memory, self.background.collective)
+            save.copy(self.memory, self.background_collective)
             in_flight = SaveInFlight(step, save.write_and_commit, report_outcome)
         self.background.add(in_flight)
         return in_flight.outcome
@@ -205,7 +212,7 @@ class Saver:
         # A rank that failed since the caller's stage began votes on this collective. Vote here first: the background
         # collective, below, is another one, and the two votes would not pair
         self.collective.raise_if_any_failed('save')
-        return self.background is not None and self.background.collective.ensure_connected()
+        return self.background_collective is not None and self.background_collective.ensure_connected()
 
     def checksum_weights(self) -> int:
         """A checksum of the part of the model that this rank holds, as it is now.
@@ -217,11 +224,17 @@ class Saver:
 
     def close(self) -> None:
         """End threads, free host memory, destroy the process group of background saves. No save may be in flight."""
-        self.writer.close()
-        self.memory.free()
+        for close in self.closers():
+            close()
+
+    def closers(self) -> list[Callable[[], None]]:
+        """What :meth:`close` calls. None of it refers to this object, or to the model."""
+        found: list[Callable[[], None]] = [self.writer.close, self.memory.free]
         if self.background is not None:
-            self.background.close()
-            self.background.collective.close()
+            found.append(self.background.close)
+        if self.background_collective is not None:
+            found.append(self.background_collective.close)
+        return found
 
     def _begin(
         self, target: CheckpointFolder, step: Step, manifest_fields: Mapping[str, Any], call_began: float | None = None

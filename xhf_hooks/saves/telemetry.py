@@ -126,8 +126,12 @@ def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
         )
 
 
-def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
-    """Log the warnings and the cost of a save. Fits a terminal of 100 columns."""
+def log_save(log: RunLog, committed: CommittedCheckpoint, *, whole_path: bool = False) -> None:
+    """Log the warnings and the cost of a save. Fits a terminal of 100 columns.
+
+    Args:
+        whole_path: Name the folder by its path, since another run saves to a folder of the same name.
+    """
     cost = committed.cost
     for warning in committed.warnings:
         if warning not in log.warned_before_training:
@@ -137,7 +141,7 @@ def log_save(log: RunLog, committed: CommittedCheckpoint) -> None:
         f'at most {cost.peak_extra_nbytes / 1e6:.0f} MB of extra memory per rank',
         'stages': ', '.join(f'{stage} {seconds:.2f} s' for stage, seconds in cost.stage_secs.items()),
     }
-    name = Path(committed.path).name
+    name = committed.path if whole_path else Path(committed.path).name
     title = f'saved {committed.step.label} to {name}, {cost.nbytes / 1e6:.1f} MB in {cost.seconds:.2f} s'
     log.info(table(title, rows))
 

@@ -1,11 +1,13 @@
-"""Threads: at a lower priority than training, and those that share jobs."""
+"""Threads: at a lower priority than training, those that share jobs, and waiting for them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
@@ -16,6 +18,15 @@ _MOST_WORKERS = 8  # by default: more than a disk can feed
 #: and 19 (a sixty-eighth), a save took two and three times as long as with five on a busy machine; and a thread that
 #: is kept waiting may hold the GIL, so that training waits, too.
 _NICER = 5
+_POLL_SECS = 0.005
+
+
+def wait_until(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
+    """Wait for something; returns False if time ran out. A signal handler that interrupts this may call it, too."""
+    deadline = time.monotonic() + secs
+    while not is_over() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
+    return is_over()
 
 
 def lower_priority() -> None:

@@ -14,20 +14,19 @@ import pytest
 
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background.save_in_flight import SaveInFlight, SavesInBackground
-from xhf_hooks.collective import Collective
+from xhf_hooks.background.background_task import BackgroundTask, SaveInFlight
 
 
 def nice_value() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-class Saves(SavesInBackground):
+class Saves(BackgroundTask):
     """Makes anything."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, BaseException | None]] = []
-        super().__init__(Collective.connect())
+        super().__init__('a save', SaveInFlight.save, must_finish=True)
 
     def begin(self, make: Callable[[], Any]) -> Future[Any]:
         save = SaveInFlight(iteration(1), make, lambda made, error: self.told.append((made, error)))

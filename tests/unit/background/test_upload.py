@@ -6,12 +6,14 @@ import time
 from collections import defaultdict
 
 import pytest
+import torch.distributed as dist
 
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
 from tests.unit.background.test_on_saved import until
 from xhf_hooks.background import upload
-from xhf_hooks.background.upload import UploadJob, Uploads
+from xhf_hooks.background.each_save import SaveJob
+from xhf_hooks.background.upload import UploadBoard, Uploads
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.saves.telemetry import RunLog
@@ -30,11 +32,11 @@ class Ranks:
         self.may_send, self.senders = threading.Event(), defaultdict(set)
         self._number, self.store = 0, None
         self._folders = {name: CheckpointFolder(folder / name, 1) for name in NAMES}
-        self.ranks = []
+        self.ranks, board = [], UploadBoard(dist.HashStore())
         for rank in (0, 1):
             saves = {name: StoredSaves((folder / 'store').as_uri(), name, -1) for name in NAMES}
             log = RunLog(logging.getLogger(f'rank{rank}'), 'test')
-            self.ranks.append(Uploads(saves, log, rank, 2).start())
+            self.ranks.append(Uploads(saves, log, board, rank, 2).start())
             self.ranks[-1]._thread.name = str(rank)
             self.ranks[-1].prepare()
         self.destinations = self.ranks[0]._destinations
@@ -56,7 +58,7 @@ class Ranks:
         kept = folder.pin()
         for rank, uploads in enumerate(self.ranks):
             release = kept.unpin if rank == 0 else lambda: None
-            job = UploadJob(name, iteration(number), release, number, kept.path)
+            job = SaveJob(name, iteration(number), kept.path, release, number)
             uploads.add(job, replaces=rank == 0)
 
     def newest(self, name: str = 'hf_model') -> str | None:

@@ -12,7 +12,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.checks.stored import runs_in
 from tests.helpers.runs import frontends as doors
 from xhf_hooks import HFCheckpointCallback
-from xhf_hooks.background import save_on_signal
+from xhf_hooks.background import save_requests
 from xhf_hooks.errors import XhfError
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places.store import read_pointer
@@ -69,7 +69,7 @@ class MinutePerStep(TrainerCallback):
 def test_saves_by_the_clock_and_some_for_good(tmp_path, monkeypatch):
     """The clock is due after each second step, and is looked at when a step ends: the save is made after the next."""
     clock = MinutePerStep()
-    monkeypatch.setattr(save_on_signal, 'time', clock)
+    monkeypatch.setattr(save_requests, 'time', clock)
     options = dict(save_strategy='no', interval_minutes=2, keep_every=4)
     with doors.fresh_accelerate():
         trainer = doors.make_trainer(tmp_path, options, clock, ddp_backend=None, max_steps=10)
@@ -95,7 +95,7 @@ class Probe(TrainerCallback):
 
 
 @pytest.mark.parametrize('is_first', [True, False])
-@pytest.mark.parametrize('options', [{}, {'async_save': True}, {'save_on_signal': 'SIGUSR1'}])
+@pytest.mark.parametrize('options', [{}, {'async_save': True}])
 def test_a_run_whose_callback_trains_another_goes_on(tmp_path, caplog, options, is_first):
     every = dict(save_strategy='steps', save_steps=1, save_total_limit=None)
     callbacks = [Probe(tmp_path / 'inner', **options), HFCheckpointCallback(**every, **options)]
@@ -108,12 +108,20 @@ def test_a_run_whose_callback_trains_another_goes_on(tmp_path, caplog, options, 
     assert 'was interrupted' not in caplog.text and 'failed' not in caplog.text
 
 
-def test_a_run_does_not_take_the_folder_of_the_one_that_calls_it(tmp_path):
-    probe = Probe(tmp_path)
+@pytest.mark.parametrize('options', [{}, {'save_on_signal': 'SIGUSR1'}])
+def test_a_run_that_needs_the_folder_or_signals_of_the_one_that_calls_it_closes_that(tmp_path, caplog, options):
+    """Nothing tells it from a run after an interrupted one. What was closed says so at each save."""
+    inner = tmp_path / ('inner' if options else 'outer')
+    probe, every = Probe(inner, **options), dict(save_strategy='steps', save_steps=1, **options)
     with doors.fresh_accelerate():
-        doors.make_trainer(tmp_path, dict(save_strategy='steps', save_steps=1), probe, ddp_backend=None).train()
-    assert f'{tmp_path}/hf_model is in use by another run of this process; set out_dir' in str(probe.error)
-    assert assert_whole(tmp_path / 'hf_model') == 4
+        doors.make_trainer(tmp_path / 'outer', every, probe, ddp_backend=None).train()
+    assert probe.error is None and assert_whole(inner / 'hf_model') == 4
+    assert caplog.text.count(f'{tmp_path}/outer/hf_model: an earlier run was interrupted and is now closed') == 1
+    for step in (3, 4):
+        assert (
+            f'the save of iter_{step} failed and training goes on: {tmp_path}/outer/hf_model: this run was'
+            in caplog.text
+        )
 
 
 @pytest.mark.parametrize('is_named', [True, False])
@@ -200,7 +208,7 @@ def test_what_trainer_saves_as_the_best_stays(tmp_path, loads_best, save_last):
 def test_the_best_weights_are_saved_although_the_clock_requested_a_save_of_the_last_step(tmp_path, monkeypatch):
     """Trainer loads the weights of step 2 at the end, which are not those that were saved after the last step."""
     clock = MinutePerStep()
-    monkeypatch.setattr(save_on_signal, 'time', clock)
+    monkeypatch.setattr(save_requests, 'time', clock)
     options = dict(save_strategy='no', interval_minutes=5)
     trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
     chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)

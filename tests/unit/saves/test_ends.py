@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.stored import runs_in
@@ -20,15 +21,18 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.toy_run import run_config, train
-from xhf_hooks.background.upload import UploadJob, Uploads
+from xhf_hooks.background.each_save import SaveJob
+from xhf_hooks.background.run_end import RunEnd
+from xhf_hooks.background.upload import Uploads
 from xhf_hooks.errors import AgreedError, TargetError, XhfError
 from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
+from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.planning.types import Step
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.run_registration import RunRegistration
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.writers.output_file import OutputFile
@@ -56,8 +60,8 @@ def no_run_before(caplog):
     caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGINT)
     yield
-    for run in [*RunRegistration._open]:
-        run._close()
+    for end in [*RunEnd._open]:
+        end.close()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -132,12 +136,12 @@ def interruptible():
 
 
 @pytest.mark.usefixtures('interruptible')
-def test_an_earlier_run_that_is_over_is_closed_whatever_its_folder(tmp_path, caplog):
+def test_an_earlier_run_with_the_same_signal_is_closed_whatever_its_folder(tmp_path, caplog):
     """It raised, and a notebook still refers to it: Ctrl-C would go to it, and training would go on."""
     earlier, later = Frontend(), Frontend()
     earlier.begin(tmp_path / 'one' / 'hf_model', save_on_signal='SIGINT')
     saves = later.begin(tmp_path / 'two' / 'hf_model', save_on_signal='SIGINT')
-    assert [*RunRegistration._open] == [saves._registration]
+    assert RunEnd._open == [saves._end]
     assert f'{tmp_path / "one" / "hf_model"}: an earlier run was interrupted and is now closed' in caplog.text
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -156,7 +160,7 @@ def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save,
     thread.join()
     later = Frontend().begin(folder)
     staging = later.newest.open_staging()
-    said = 'this run was closed, by close() or because another run in this process started saving there'
+    said = 'this run was closed, by close() or because another run in this process began with the same folder'
     for act in (lambda: saves[0].save(iteration(1)), lambda: saves[0].finish(iteration(2))):
         caplog.clear()
         if on_error == 'raise':
@@ -171,6 +175,32 @@ def test_a_run_that_was_closed_tells_that_it_saves_no_more(on_error, async_save,
     later.newest.abort()
     later.save(iteration(3))
     assert assert_whole(folder) == 3
+
+
+@pytest.mark.parametrize('async_save', [True, False])
+def test_an_iteration_is_saved_once_unless_its_weights_have_changed(async_save, tmp_path):
+    """The clock, a signal, a schedule and the trainer may all ask for it, by iterations or epochs."""
+    run = Frontend()
+    saves = run.begin(tmp_path / 'hf_model', suffixes=['best'], async_save=async_save, max_keep_ckpts=2)
+    for step in (iteration(4), Step('epoch', 1, 4)):
+        saves.save(step, remember_weights=True)
+    saves.save(iteration(4), saves.extra_targets['best'])
+    saves.wait_for_background_save()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ['hf_model', 'hf_model_best']
+    with torch.no_grad():
+        next(run.model.parameters()).add_(1)
+    saves.save(iteration(4))
+    saves.wait_for_background_save()
+    assert read_manifest(tmp_path / 'hf_model').number == 2, 'how often it was committed'
+
+
+def test_a_signal_during_a_save_is_answered_by_it(tmp_path, monkeypatch):
+    saves, fsync = Frontend().begin(tmp_path / 'hf_model', save_on_signal='SIGUSR2'), OutputFile.fsync
+    monkeypatch.setattr(OutputFile, 'fsync', lambda file: (signal.raise_signal(signal.SIGUSR2), fsync(file)))
+    saves.save(iteration(1))
+    for number in range(1, 9):
+        saves.save_if_requested(iteration(number))
+    assert assert_whole(tmp_path / 'hf_model') == 1
 
 
 def test_what_is_closed_refuses_work_that_would_be_waited_for(tmp_path):
@@ -197,7 +227,7 @@ def test_runs_that_go_on_stay(tmp_path):
     begun.wait()
     for folder in both:
         run.begin(folder)
-    assert len(RunRegistration._open) == 3
+    assert len(RunEnd._open) == 3
     with pytest.raises(TargetError, match=f'hook of this run already saves to {both[0]}: is it listed twice in custom'):
         run.begin(both[0])
     for saves, folder in zip(run.saves, both, strict=True):
@@ -205,8 +235,10 @@ def test_runs_that_go_on_stay(tmp_path):
         assert assert_whole(folder) == 1
     over.set()
     thread.join()
-    Frontend().begin(tmp_path / 'next' / 'hf_model')
-    assert len(RunRegistration._open) == 1
+    later = Frontend().begin(both[1])
+    assert RunEnd._open == [other.saves[0]._end, run.saves[0]._end, later._end], (
+        'only that of the same folder is closed'
+    )
 
 
 def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path):
@@ -225,11 +257,11 @@ def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp
     monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Frontend().begin(tmp_path / 'hf_model', **more)
-    uploads = next(task for task in saves._work.tasks.all if task.name == 'uploads')
-    uploads.add(UploadJob('hf_model', iteration(1), lambda: None, 1, tmp_path))
+    uploads = saves._after_saves.uploads
+    uploads.add(SaveJob('hf_model', iteration(1), tmp_path, lambda: None, 1))
     saves.save(iteration(2))
     for _ in range(2):
-        saves._work.tasks.wait_before_exit()
+        saves._end.wait_before_exit()
     told = [record.getMessage() for record in caplog.records if 'not finished' in record.getMessage()]
     may_end.set()
     limit = f'not finished within exit_wait_secs={exit_wait_secs:g} s'
@@ -254,11 +286,25 @@ def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     run = Frontend()
     run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
     ended(run.saves[0])
-    run.saves[0]._work.tasks.wait(float('inf'))
+    run.saves[0]._end.wait()
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
     del run
     gc.collect()
     assert [thing() for thing in gone] == [None] * 3
+
+
+def test_the_next_run_there_waits_for_the_upload_of_one_that_is_forgotten(tmp_path, monkeypatch):
+    """A sweep, whose first training has raised."""
+    may_send, send, url = threading.Event(), Store.put_file, (tmp_path / 'stored').as_uri()
+    monkeypatch.setattr(Store, 'put_file', lambda *args: (may_send.wait(HANG_SECS), send(*args)))
+    run = Frontend()
+    run.begin(tmp_path / 'hf_model', upload_to=url).save(iteration(1))
+    del run
+    gc.collect()
+    threading.Timer(0.5, may_send.set).start()
+    Frontend().begin(tmp_path / 'hf_model')
+    assert may_send.is_set(), 'it did not wait'
+    assert [read_pointer(store, 'hf_model').newest for store in runs_in(url)] == ['hf_model_iter_1']
 
 
 def test_a_run_does_not_replace_that_of_another_which_began_in_the_same_second(tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from xhf_hooks.background import save_on_signal
-from xhf_hooks.background.save_on_signal import SaveRequests
+from xhf_hooks.background import save_requests
+from xhf_hooks.background.run_end import RunEnd
+from xhf_hooks.background.save_requests import SaveRequests
 from xhf_hooks.saves.telemetry import RunLog
 
 
@@ -26,16 +27,23 @@ def handlers():
         signal.signal(number, handler)
 
 
-def requests_of(*signals: str) -> SaveRequests:
-    return SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), signals)
+LOG = RunLog(logging.getLogger('test'), 'test')
+#: Two runs with one trainer, as two hooks are, may have the same signal.
+TRAINER = nullcontext()
+
+
+def listening(*signals: str) -> RunEnd:
+    end = RunEnd.begin([], TRAINER, signals, 600, LOG)
+    end.listen(None)
+    return end
 
 
 def test_the_clock_requests_a_save_after_the_time_without_one(monkeypatch):
     """It is restarted by each save, and by what it has requested. No signal is handled."""
     now = [100.0]
-    monkeypatch.setattr(save_on_signal, 'time', SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(save_requests, 'time', SimpleNamespace(monotonic=lambda: now[0]))
     before = signal.getsignal(signal.SIGUSR2)
-    requests = SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), (), interval_secs=60)
+    requests = SaveRequests.start(LOG, (), interval_secs=60)
     found = []
     for seconds in (59, 1, 30, 30, 29, 1, 0):
         now[0] += seconds
@@ -58,33 +66,61 @@ def test_training_goes_on_after_sigusr2(own_handler):
     called = []
     before = (lambda *args: called.append(args)) if own_handler else signal.SIG_DFL  # which would kill
     signal.signal(signal.SIGUSR2, before)
-    requests = requests_of('SIGUSR2')
-    assert not requests.is_due(vote_now=True)
+    end = listening('SIGUSR2')
+    assert not end.requests.is_due(vote_now=True)
     signal.raise_signal(signal.SIGUSR2)
-    assert len(called) == own_handler and requests.ending_signal is None
-    assert [requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
-    requests.close()
+    assert len(called) == own_handler and not end.ends_after_save
+    assert [end.requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
+    end.close()
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
 def test_signals_take_their_effect_at_once_where_there_will_be_no_save():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    requests = requests_of('SIGINT')
+    end = listening('SIGINT')
     signal.raise_signal(signal.SIGINT)
-    requests.close()
+    assert end.ends_after_save
+    end.close()
     with pytest.raises(KeyboardInterrupt):
-        requests.end_process_if_signaled()
+        end.answer_signal()
+
+
+def test_a_signal_to_two_hooks_takes_effect_when_both_have_saved():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ends = [listening('SIGINT'), listening('SIGINT', 'SIGUSR2')]
+    signal.raise_signal(signal.SIGINT)
+    ends[0].answer_signal()
+    assert [end.ends_after_save for end in ends] == [False, True]
+    ends[0].close()
+    with pytest.raises(KeyboardInterrupt):
+        ends[1].answer_signal()
+    ends[1].close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_process_1_of_a_container_ends_though_signals_do_nothing_there(monkeypatch):
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, 'kill', lambda *args: None)
+    monkeypatch.setattr(os, '_exit', end)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    run_end = listening('SIGTERM')
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run_end.answer_signal()
+    run_end.close()
 
 
 def test_a_forked_child_ends_as_ever():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    requests = requests_of('SIGTERM', 'SIGUSR2')
+    end = listening('SIGTERM', 'SIGUSR2')
     with mock.patch.object(os, 'getpid', return_value=1):
         signal.raise_signal(signal.SIGUSR2)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert not requests.is_due(vote_now=True)
-    requests.close()
+    assert not end.requests.is_due(vote_now=True)
+    end.close()
 
 
 class OneOfTwo:
@@ -123,17 +159,17 @@ ITERATIONS = [(0.001, 16), (0.1, 10), (0.3, 3), (5.0, 1)]
 def test_ranks_vote_once_a_second_by_the_clock_of_rank_0(secs, most, monkeypatch):
     """The other rank's clock runs ten times as fast, and rank 0's first iteration is a short one."""
     now, votes = 0.0, list[list[Sequence[int]]]()
-    monkeypatch.setattr(save_on_signal.time, 'monotonic', lambda: now)
+    monkeypatch.setattr(save_requests.time, 'monotonic', lambda: now)
     ranks = []
     for rank in (0, 1):
         connected = SimpleNamespace(connect=lambda rank=rank: OneOfTwo(rank, votes))
-        monkeypatch.setattr(save_on_signal, 'Collective', connected)
-        ranks.append(requests_of('SIGUSR2'))
+        monkeypatch.setattr(save_requests, 'Collective', connected)
+        ranks.append(SaveRequests.start(LOG, [signal.SIGUSR2]))
     voted_at, saved_at, due_at = list[int](), list[int](), list[int]()
     for number in range(1, 101):
         n_before, began = len(votes), now
         if number in (20, 60):
-            ranks[1]._handle(signal.SIGUSR2, None)
+            ranks[1].ask(signal.SIGUSR2)
             due_at.append(number)
         now = began + (secs if number > 1 else 0.0001)
         is_due = [ranks[0].is_due()]
