@@ -215,8 +215,8 @@ class RunEnd:
                     return False
                 if task.name not in self._given_up:
                     self._given_up.add(task.name)
-                    left, limit = '; '.join(task.left()), f'exit_wait_secs={self._exit_wait_secs:g}'
-                    self._log.warning(f'{task.name}: not finished within {limit} s: {left}')
+                    left, secs = '; '.join(task.left()), self._exit_wait_secs
+                    self._log.warning(f'{task.name}: not finished within exit_wait_secs={secs:g} s: {left}')
         return True
 
     def wait_on_all_ranks(self, collective: Collective) -> None:
