@@ -45,6 +45,8 @@ from xhf_hooks.system.child_processes import SignalProofChildren
 
 #: While ranks wait for each other's tasks, they vote this often. Signals are handled between two votes.
 _WAIT_SECS = 5.0
+#: While a rank waits alone, it shows this often that the run is ending (:meth:`.RunLock.show_progress`).
+_SHOW_SECS = 1.0
 
 
 class Task(Protocol):
@@ -236,7 +238,9 @@ class RunEnd:
         if not self.is_of_this_process:
             return
         try:
-            self.wait(for_all=False)
+            while not self.wait(_SHOW_SECS, for_all=False):
+                for target in self._targets:
+                    target.lock.show_progress()
         except BaseException:  # Ctrl-C, too
             for task in self._tasks:
                 if task.must_finish and (left := task.left()):

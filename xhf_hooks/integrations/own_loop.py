@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import SharedError
+from xhf_hooks.errors import SharedError, TargetError
+from xhf_hooks.format.checksum import crc32
 from xhf_hooks.options import (
     CallOptions,
     CarryBase,
@@ -19,6 +20,7 @@ from xhf_hooks.options import (
     documents_options,
     folder,
 )
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
@@ -83,21 +85,52 @@ def save_hf(
         writer=writer,
         verify=verify,
     )
-    number = options.step or 0
+    number, path = options.step or 0, path.absolute()
     committed: list[CommittedCheckpoint] = []
     collective = Collective.reused()  # connects to all ranks at the first call
-    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0)
+    said = _SAID.setdefault(path, set())
+    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0, said=said)
     try:
         info = RunInfo(path, schedule='now')
-        saves = Run.open(unwrap(model), info, options, log, on_committed=committed.append, collective=collective)
-        saves.newest.is_for_save_hf = True
+        run = Run.open(unwrap(model), info, options, log, on_committed=committed.append, collective=collective)
+        run.newest.is_for_save_hf = True
+        log.said = None  # what a save finds, such as NaN, is logged each time
         try:
-            saves.save(Step.of_iteration(number), call_began=began)
+            with collective.stage('comparing with the last call'):
+                if collective.rank == 0:
+                    _require_no_other_writer(run.newest)
+            run.save(Step.of_iteration(number), call_began=began)
+            if collective.rank == 0 and (manifest := run.newest.newest_manifest()) is not None:
+                _KNOWN[path].add(crc32(manifest))
         finally:
-            saves.close()
+            run.close()
     except SharedError:
         raise
     except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
         collective.abandon()
         raise
     return committed[0]
+
+
+#: By folder: what this process's calls have logged, such as what is saved and how.
+_SAID: dict[Path, set[str]] = {}
+#: By folder: checksums of the manifests of saves that were there at this process's first call, or that its calls made.
+_KNOWN: dict[Path, set[int]] = {}
+
+
+def _require_no_other_writer(target: CheckpointFolder) -> None:
+    """Check that no other process has saved here since the last call: two loops would replace each other's saves.
+
+    The folder is locked only while a call saves, so that a launcher may go on where a notebook began. Runs on: rank 0.
+
+    Raises:
+        TargetError: One has.
+    """
+    manifest = target.newest_manifest()
+    found = None if manifest is None else crc32(manifest)
+    known = _KNOWN.setdefault(target.path, set() if found is None else {found})
+    if found is not None and found not in known:
+        raise TargetError(
+            f'{target.path}: another process has saved here since the last call of save_hf in this one, and a save '
+            f'would replace its save; give one of them another out_dir, or move that save away'
+        )

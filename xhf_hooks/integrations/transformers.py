@@ -134,7 +134,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
                 self.saves.ensure_connected()
             return self.saves.collective.from_rank0('comparing scores', lambda: improved)
         except XhfError as error:
-            self.saves.outcomes.raise_or_log(error, 'comparing scores')
+            self.saves.raise_or_log(error, 'comparing scores')
             return False
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:

@@ -97,8 +97,8 @@ class CheckpointFolder:
         staging: The folder of the save that is being written; None when there is none.
         siblings: Older saves, and temporary folders.
         lock: Held from :meth:`prepare` to :meth:`unlock`.
-        is_for_save_hf: Made by ``save_hf``, where a loop of calls is one run. Then a commit waits until older saves are
-            deleted, and :meth:`unlock` keeps other processes out until this one ends.
+        is_for_save_hf: Made by ``save_hf``, where each save is a separate call. Then a commit waits until older saves
+            are deleted.
     """
 
     def __init__(
@@ -164,10 +164,7 @@ class CheckpointFolder:
     def unlock(self) -> None:
         """Let other runs use the folder, once nothing is being deleted there."""
         self.siblings.deletion.wait()
-        if self.is_for_save_hf:
-            self.lock.keep_until_exit()
-        else:
-            self.lock.release()
+        self.lock.release()
 
     def recover(self) -> None:
         """Clean up after a killed run: move a complete folder to its name, delete a partial one. Never raises."""
@@ -261,7 +258,7 @@ class CheckpointFolder:
             parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 os.lstat(new_name(self.path, 'discarded'))  # the longest name of all: it may be too long
-            is_held = self.lock.acquire(patience_secs=10.0)
+            is_held = self.lock.acquire(patience_secs=10.0, say=self._warn)
         except OSError as error:
             raise TargetError(f'{parent} cannot be written: {error}; {self.elsewhere} a folder that can') from error
         if not is_held:

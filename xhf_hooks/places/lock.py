@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copy
 import errno
 import fcntl
 import os
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 from xhf_hooks.places.file_system import look_up
 
@@ -21,6 +19,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Mount options that make locks local to the host: of Lustre, NFS version 3 and nfs(5).
 _LOCAL_LOCKS = {'localflock', 'nolock', 'local_lock=all', 'local_lock=flock'}
 _SIGN_NBYTES = 4096
+#: How long a run that is writing a save may change nothing there: it may be waiting for the disk to write a large file.
+_SAVE_PATIENCE_SECS = 120.0
+_POLL_SECS = 0.2
 
 
 class RunLock:
@@ -34,58 +35,48 @@ class RunLock:
         holder: Another process that has signed the file: it holds the lock, or was killed.
     """
 
-    _kept: ClassVar[dict[Path, RunLock]] = {}  # by the path of the lock file; locks belong to the process
-
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.path = folder.with_name(f'.{folder.name}.lock')
         self.works_across_hosts = True
         self.holder = ''
         self._fd: int | None = None
         self._pid = 0
 
-    def acquire(self, patience_secs: float = 0.0) -> bool:
-        """Take the lock; False if another run holds it and does not end within ``patience_secs``."""
-        if self._take_over():
-            return True
-        deadline = time.monotonic() + patience_secs
-        while not self._try():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.2)
-        return True
+    def acquire(self, patience_secs: float = 0.0, say: Callable[[str], object] = lambda said: None) -> bool:
+        """Take the lock; False if another run holds it, and makes no progress for ``patience_secs``.
 
-    def keep_until_exit(self) -> None:
-        """Keep the lock, but let a later RunLock of this process take it over; exit releases it.
+        A preempted run may be writing its last save while its replacement starts. So a run that writes a save, or says
+        by :meth:`show_progress` that it is ending, is waited for as long as something changes there.
 
-        So several calls of ``save_hf`` are one run: between two of them no other run may save here.
+        Args:
+            say: Called once, with whom this waits for.
         """
-        if self._fd is not None and self._pid == os.getpid():
-            kept = RunLock._kept[self.path] = copy.copy(self)
-            self._fd = None
-            _close_in_children(kept)
-            atexit.register(kept.release)
-
-    def _take_over(self) -> bool:
-        """Take a kept lock of this process, if it is still that of the lock file."""
-        kept = RunLock._kept.pop(self.path, None)
-        if kept is None:
-            return False
-        atexit.unregister(kept.release)
-        found = look_up(self.path)  # asks the server: this host's cache may be stale
-        is_of_this_process = kept._fd is not None and kept._pid == os.getpid()
-        if not is_of_this_process or found is None or found.st_ino != os.fstat(kept._fd or 0).st_ino:
-            kept.release()
-            return False
-        self._fd, self._pid, self.works_across_hosts, self.holder = kept._fd, kept._pid, kept.works_across_hosts, ''
-        kept._fd = None
-        _close_in_children(self)
+        seen, changed_at, has_said = self._find_progress(), time.monotonic(), False
+        while not self._try():
+            found, now = self._find_progress(), time.monotonic()
+            if found != seen:
+                seen, changed_at = found, now
+            if now - changed_at >= (_SAVE_PATIENCE_SECS if patience_secs and len(found) > 1 else patience_secs):
+                return False
+            if not has_said:
+                has_said = True
+                say(f'{self._folder}: waiting for {self.holder or "another run"}, which saves there, to end')
+            time.sleep(_POLL_SECS)
         return True
+
+    def show_progress(self) -> None:
+        """Show runs that wait for this lock that its holder is ending. Does nothing if it is not held."""
+        with contextlib.suppress(OSError):
+            if self._fd is not None and self._pid == os.getpid():
+                os.utime(self._fd)
 
     def release(self) -> None:
         """Release the lock. Does nothing in a forked child of the holder."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
+        _held.discard(self)
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):  # closing the file releases the lock
                 # Otherwise the file at this path is another run's: ours was removed
@@ -107,11 +98,20 @@ class RunLock:
                 os.fsync(fd)
                 self._fd, self._pid = fd, os.getpid()
                 is_held = True
-                _close_in_children(self)
+                _held.add(self)
         finally:
             if not is_held:
                 os.close(fd)
         return is_held
+
+    def _find_progress(self) -> tuple[object, ...]:
+        """What changes while the holder is ending, or writes a save; more than one entry if it writes one."""
+        found: list[object] = []
+        for staged in [self.path, *self._folder.parent.glob(f'.{self._folder.name}.staging-*/**/*')]:
+            with contextlib.suppress(OSError):  # it is gone
+                status = staged.stat()
+                found.append((staged.name, status.st_size, status.st_mtime_ns))
+        return tuple(found)
 
     def _lock(self, fd: int) -> bool:
         """Returns False if another process holds it, or has removed the file meanwhile."""
@@ -128,20 +128,21 @@ class RunLock:
         return found is not None and found.st_ino == os.fstat(fd).st_ino
 
 
-def _close_in_children(lock: RunLock) -> None:
-    """Let processes that are forked from now on close the lock file at once.
+#: The locks that this process holds, as long as somebody refers to them.
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
-    They inherit the lock with it. If the holder were killed, a data loader worker that lives on would hold the lock,
+
+def _close_in_child() -> None:
+    """Close the lock files in a forked child, at once.
+
+    It inherits the locks with them. If the holder were killed, a data loader worker that lives on would hold the lock,
     and the next run would be refused in the name of a dead process. Closing it in a child does not release the lock.
     """
-    known = weakref.ref(lock)
+    for lock in [*_held]:
+        lock.release()
 
-    def close() -> None:
-        found = known()
-        if found is not None:
-            found.release()
 
-    os.register_at_fork(after_in_child=close)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _open_current(path: Path) -> int | None:

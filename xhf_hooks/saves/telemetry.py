@@ -71,14 +71,19 @@ class RunLog(logging.LoggerAdapter):
 
     Args:
         only_errors: Drop everything but errors: for ranks other than 0, of a logger that every rank has.
+        said: As the attribute.
 
     Attributes:
+        said: Lines that are not repeated unless they are errors, since an earlier call that made one save has logged
+            them. Each line is added. None: everything is logged.
         warned_before_training: Warnings about all saves of the run.
     """
 
-    def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
+    def __init__(
+        self, logger: logging.Logger, name: str, *, only_errors: bool = False, said: set[str] | None = None
+    ) -> None:
         super().__init__(logger, {})
-        self._name, self._only_errors = name, only_errors
+        self._name, self._only_errors, self.said = name, only_errors, said
         self.warned_before_training: set[str] = set()
 
     def warn_before_training(self, message: str) -> None:
@@ -90,6 +95,10 @@ class RunLog(logging.LoggerAdapter):
         return f'{self._name}: {msg}', kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        if self.said is not None and level < logging.ERROR:
+            if msg in self.said:
+                return
+            self.said.add(str(msg))
         with _WRITING:
             super().log(level, msg, *args, stacklevel=2, **kwargs)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -122,33 +123,37 @@ time.sleep(600)
         second.unlock()
 
 
-def test_a_kept_lock_keeps_other_processes_out_and_is_taken_over_in_this_one(tmp_path):
-    """Also where somebody has removed the lock file; exit removes it."""
-    code = """
-import sys
-from pathlib import Path
-from xhf_hooks.places.lock import RunLock
-folder = Path(sys.argv[1])
-for _ in range(3):
-    lock = RunLock(folder)
-    assert lock.acquire()
-    lock.keep_until_exit()
-input()
-lock.path.unlink()
-assert RunLock(folder).acquire()
-lock = RunLock(folder.with_name('other'))
-assert lock.acquire()
-lock.keep_until_exit()
-print(lock.path.exists(), flush=True)
-"""
-    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        second = lock.RunLock(tmp_path / 'hf_model')
-        while not second.path.exists() or 'process' not in second.path.read_text():
-            assert first.poll() is None
-        assert not second.acquire() and second.holder.startswith(f'process {first.pid} on ')
-        assert first.communicate('go on\n')[0] == 'True\n'
-    assert first.returncode == 0
-    assert not (tmp_path / '.other.lock').exists()
-    assert second.acquire()
+def test_a_run_that_writes_a_save_or_is_ending_is_waited_for(tmp_path, claim, said, monkeypatch):
+    """A preempted run, when its replacement starts: for as long as something changes there."""
+    monkeypatch.setattr(lock, '_SAVE_PATIENCE_SECS', 2.0)
+    first, second = claim(), lock.RunLock(tmp_path / 'hf_model')
+    assert not second.acquire(0.2, said.append)
+    assert said == [f'{first.path}: waiting for {second.holder}, which saves there, to end']
+    staged = first.open_staging() / 'model.safetensors'
+
+    def end() -> None:
+        for number in range(3):
+            staged.write_bytes(bytes(number))
+            time.sleep(0.5)  # longer than the patience with a run that does nothing
+        first.abort()
+        for _ in range(10):
+            first.lock.show_progress()
+            time.sleep(0.1)
+        first.unlock()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert second.acquire(0.4)
+    thread.join()
     second.release()
+
+
+def test_nothing_is_left_of_locks_that_are_released(tmp_path):
+    """A loop of ``save_hf`` with a folder for each step."""
+    before = len(os.listdir('/proc/self/fd'))
+    for number in range(20):
+        one = lock.RunLock(tmp_path / f'step_{number}')
+        assert one.acquire()
+        one.release()
+    assert len(os.listdir('/proc/self/fd')) == before and len(lock._held) == 0
+    assert list(tmp_path.iterdir()) == []

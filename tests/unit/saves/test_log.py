@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.models.zoo.llamas import llama
 from xhf_hooks import save_hf
+from xhf_hooks.errors import AgreedError, RankLostError
+from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
@@ -111,6 +113,31 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
         log_save(log, found)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
     assert warnings == ['Door: no tokenizer', 'Door: NaN', 'Door: NaN']
+
+
+def test_calls_do_not_repeat_what_an_earlier_one_has_said(tmp_path, caplog):
+    """But what became of the save, and another plan."""
+    caplog.set_level(logging.INFO)
+    n_lines = []
+    for dtype in (None, None, 'bfloat16'):
+        caplog.clear()
+        save_hf(llama(), tmp_path / 'hf_model', dtype=dtype)
+        n_lines.append([caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_0')])
+    assert n_lines == [[1, 1, 1], [0, 0, 1], [1, 0, 1]]
+
+
+def test_an_error_that_all_ranks_share_is_logged_once(log, caplog):
+    """By rank 0, also if the save is tried again; each rank says which contact it has lost."""
+    for rank in (0, 1):
+        collective = SimpleNamespace(rank=rank)
+        saves = run.Run(
+            SimpleNamespace(log=log, collective=collective), None, {}, RunOptions(), None, None, print, print
+        )
+        for error in (AgreedError('save', {0: 'full'}), AgreedError('save', {0: 'full'}), RankLostError('gone')):
+            saves.raise_or_log(error, 'the save of iter_4')
+    told = [message.split(': ')[1] for message in caplog.messages]
+    assert told == ['the save of iter_4 failed and training goes on'] * 3
+    assert [('gone' in message) for message in caplog.messages] == [False, True, True]
 
 
 def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypatch):
