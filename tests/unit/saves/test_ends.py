@@ -191,7 +191,7 @@ def test_an_iteration_is_saved_once_unless_its_weights_have_changed(async_save, 
         next(run.model.parameters()).add_(1)
     saves.save(iteration(4))
     saves.wait_for_background_save()
-    assert read_manifest(tmp_path / 'hf_model').number == 2, 'how often it was committed'
+    assert read_manifest(tmp_path / 'hf_model').commit.number == 2, 'how often it was committed'
 
 
 def test_a_signal_during_a_save_is_answered_by_it(tmp_path, monkeypatch):
