@@ -74,6 +74,20 @@ def test_projector_loads_with_its_own_code(bases, tmp_path, monkeypatch):
     assert torch.equal(loaded(x), model.projector(x))
 
 
+@pytest.mark.parametrize('excluded_by', [None, 'code of its own', 'depth'])
+def test_one_model_is_advised_only_where_it_can_be_written(excluded_by, bases):
+    """As in pretraining, which freezes all but the projector."""
+    model = TinyLlava(bases, frozen=('llm', 'visual_encoder'), depth=3 if excluded_by == 'depth' else 2)
+    if excluded_by == 'code of its own':
+        model.llm.__class__ = type('InternLM2ForCausalLM', (type(model.llm),), {'__module__': 'modeling_internlm2'})
+    (of_llm, _, _) = exporter_for(model, None).notes
+    assert of_llm.startswith('llm is frozen and not written: use ')
+    assert of_llm.endswith(", or set llava_format to 'huggingface'") == (excluded_by is None)
+    if excluded_by is not None:
+        with pytest.raises(ModelError, match="set llava_format to 'xtuner'"):
+            exporter_for(model, None, llava_format='huggingface')
+
+
 def test_adapters_beside_merged_parts(bases, tmp_path):
     """XTuner would apply a llm_adapter at the root once more."""
     path, _ = saved(TinyLlava(bases, lora=BOTH_LORA), tmp_path / 'hf_model', lora='both')

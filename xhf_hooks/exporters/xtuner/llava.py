@@ -76,6 +76,7 @@ class LlavaExporter(CompositeExporter):
             self.parts = {'': _LlavaHuggingFaceExporter(model)}
         else:
             self.parts = {}
+            remedy = ", or set llava_format to 'huggingface'" if _can_be_one_model(model) else ''
             for name, folder in _FOLDERS.items():
                 child = getattr(model, name)
                 if name == 'projector' or name in adapted or any(p.requires_grad for p in child.parameters()):
@@ -83,7 +84,7 @@ class LlavaExporter(CompositeExporter):
                         self.parts[folder] = _whole(model, name, adapted)
                 else:
                     base = base_of_model(child).name or 'its base model'
-                    notes.append(f"{name} is frozen and not written: use {base}, or set llava_format to 'huggingface'")
+                    notes.append(f'{name} is frozen and not written: use {base}{remedy}')
         if lora != 'merge':
             for name, child in adapted.items():
                 folder = f'{ADAPTER_FOLDER}/{name}_adapter' if lora == 'both' else f'{name}_adapter'
@@ -104,6 +105,15 @@ class LlavaExporter(CompositeExporter):
             isinstance(children.get(name), PreTrainedModel) or (name in adapted and name != 'projector')
             for name in _FOLDERS
         )
+
+
+def _can_be_one_model(model: nn.Module) -> bool:
+    """Whether ``llava_format='huggingface'`` can be advised: that class refuses custom code and quantized parts."""
+    try:
+        _LlavaHuggingFaceExporter(model)
+    except ModelError:
+        return False
+    return True
 
 
 def _whole(model: nn.Module, name: str, adapted: Mapping[str, PeftModel]) -> HuggingFaceExporter:
