@@ -19,8 +19,10 @@ import pytest
 import torch
 import transformers
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from mmengine.config import Config
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import MODERN_PYTHON
@@ -143,6 +145,10 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report.values()), report
     assert model.config.llm_config.vocab_size == len(head)
+    assert_same_tensors(
+        merged_as_by_sa2va(work_dir, folder, tmp_path / 'other_modules.pth'),
+        {**others, **{f'{inner}{name}': tensor for name, tensor in found.items()}},
+    )
     # The run says as much: its save lends the tokenizer with the added tokens, and the base that the config names the
     # frozen weights, into which the adapter of the checkpoint is merged once
     assert_same_files(convert(work_dir, tmp_path / 'whole', '--trust-remote-code'), folder)
@@ -156,6 +162,22 @@ def test_a_composite_model_as_sa2va_builds_it(runs, tmp_path, monkeypatch, capsy
     assert config_of(converted) == config_of(folder)
     told = capsys.readouterr().err
     assert f'the tokenizer has 131 tokens, but the embeddings were resized from 131 to {len(head)} rows' in told
+
+
+def merged_as_by_sa2va(work_dir: Path, folder: Path, file: Path) -> dict[str, torch.Tensor]:
+    """What Sa2VA's tools/convert_to_hf.py makes of a save: with its path in the config, and as docs/xtuner.md says."""
+    from xtuner.registry import BUILDER
+
+    config = Config.fromfile(work_dir / f'{work_dir.name}.py').model
+    config.mllm.model_path = config.tokenizer.pretrained_model_name_or_path = str(folder)
+    model = BUILDER.build(config)
+    assert len(model.tokenizer) == model.mllm.model.config.llm_config.vocab_size, 'its tokens are there already'
+    torch.save({'state_dict': load_file(folder / 'other_modules' / 'model.safetensors')}, file)
+    unknown = model.load_state_dict(torch.load(file)['state_dict'], strict=False).unexpected_keys
+    assert unknown == []
+    model.mllm.model.language_model = model.mllm.model.language_model.merge_and_unload()
+    model.to(torch.bfloat16)
+    return {name: tensor for name, tensor in nn.Module.state_dict(model).items() if 'grounding_encoder' not in name}
 
 
 def test_zero3_partitioned_what_was_saved(runs):
