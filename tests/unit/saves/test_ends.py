@@ -253,10 +253,10 @@ def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path):
 @pytest.mark.parametrize('exit_wait_secs', [0, 0.2])
 def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp_path, caplog, monkeypatch):
     may_end, write = threading.Event(), OutputFile.write
-    monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
     monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Frontend().begin(tmp_path / 'hf_model', **more)
+    monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
     uploads = saves._after_saves.uploads
     uploads.add(SaveJob('hf_model', iteration(1), tmp_path, lambda: None, 1))
     saves.save(iteration(2))
@@ -278,13 +278,17 @@ def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
 @pytest.mark.parametrize('more', [{}, {'on_saved': ['echo', '{"a": 1}']}, {'upload_to': True}, {'fails': True}])
 def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
     """After Ctrl-C in a notebook, which notifies nobody."""
-    if more == {'fails': True}:
-        monkeypatch.setattr(OutputFile, 'write', lambda *args: 1 / 0)
+    fails = more == {'fails': True}
+    if fails:
         more = {}
     elif 'upload_to' in more:
         more = {'upload_to': (tmp_path / 'stored').as_uri()}
     run = Frontend()
-    run.begin(tmp_path / 'hf_model', async_save=True, **more).save(iteration(1))
+    saves = run.begin(tmp_path / 'hf_model', async_save=True, **more)
+    if fails:
+        monkeypatch.setattr(OutputFile, 'write', lambda *args: 1 / 0)
+    saves.save(iteration(1))
+    del saves
     ended(run.saves[0])
     run.saves[0]._end.wait()
     gone = [weakref.ref(thing) for thing in (run, run.model, run.saves[0])]
