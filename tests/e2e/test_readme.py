@@ -48,6 +48,25 @@ XTUNER_FROM_NOTHING = (
     'xhf-convert work_dirs/NAME OUT',
     'xhf-verify OUT',
 )
+_PRETRAIN = 'llava_llama3_8b_instruct_clip_vit_large_p14_336_e1_gpu8_pretrain'
+_FINETUNE = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_lora_e1_gpu8_finetune'
+_CLIP = '--visual-encoder openai/clip-vit-large-patch14-336 --llava $SAVE --prompt-template llama3_chat'
+#: XTuner's own commands around a save, typed once as on docs/xtuner.md, with tiny models on a CPU (convert_to_hf.py
+#: wants SAM2, and was read). tests/e2e/xtuner_stack tests what they read, and conversions with --base.
+XTUNERS_OWN = (
+    f'xtuner copy-cfg {_PRETRAIN} .',
+    f'xtuner copy-cfg {_FINETUNE} .',
+    *(f'NPROC_PER_NODE=8 xtuner train {name}_copy.py --deepspeed deepspeed_zero2' for name in (_PRETRAIN, _FINETUNE)),
+    f'xhf-verify work_dirs/{_PRETRAIN}_copy/*/hf_model',
+    f'SAVE=$(ls -d work_dirs/{_FINETUNE}_copy/*/hf_model | tail -n 1)',
+    f'xtuner chat $SAVE {_CLIP} --image IMAGE',
+    f'xtuner mmbench $SAVE {_CLIP} \\',
+    '    --data-path MMBench_DEV_EN.tsv --work-dir mmbench',
+    'xhf-convert work_dirs/internvl_v2_internlm2_2b_lora_finetune_copy/iter_500.pth OUT --trust-remote-code '
+    '--base OpenGVLab/InternVL2-2B',
+    'python tools/convert_to_hf.py projects/sa2va/configs/sa2va_in30_8b_copy.py other_modules.pth --save-path OUT',
+    'xhf-convert work_dirs/NAME/iter_2000.pth OUT --trust-remote-code --base OpenGVLab/InternVL3-8B',
+)
 COMMANDS = {
     *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *AFTER_THE_DEMO),
     'pip install .',  # test_wheel
@@ -63,6 +82,7 @@ COMMANDS = {
     *(f'python tools/bench.py {what}' for what in BENCHMARKS),
     f'{ENTER}-xtuner',
     *XTUNER_FROM_NOTHING,
+    *XTUNERS_OWN,
 }
 CONFIG_LINES = {
     "dict(type='xhf_hooks.HFCheckpointHook')": 'README.md',
@@ -110,7 +130,8 @@ def test_the_courses_packages_are_those_tested():
 
 def test_every_block_of_code_is_run():
     """By the test that names some of its words, here, with vLLM's server, or on two ranks."""
-    more = ('tests/trainers/test_vllm.py', 'tests/distributed/test_zoo.py')
+    more = ['tests/trainers/test_vllm.py', 'tests/distributed/test_zoo.py']
+    more += [f'tests/e2e/xtuner_stack/test_{name}.py' for name in ('llava_train', 'train')]
     files = [Path(__file__), *(ROOT / name for name in more)]
     source = '\n'.join(file.read_text(encoding='utf-8') for file in files)
     for page in PAGES:

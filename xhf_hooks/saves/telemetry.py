@@ -131,7 +131,8 @@ def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
         trained = exporter.left_out_trained
         log.warning(
             f'trained, but not saved: {counted(len(trained), "tensor")} ({some(trained)}). The exported model '
-            f'has no place for them; to save them, too, register an exporter (docs/extending.md)'
+            f'has no place for them. If they are of another model of transformers, save it with a second hook that has '
+            f'the option module; otherwise register an exporter (docs/extending.md)'
         )
 
 

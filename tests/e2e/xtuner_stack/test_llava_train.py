@@ -13,10 +13,12 @@ from mmengine.config import Config
 from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 from xtuner.model import LLaVAModel
+from xtuner.model.utils import guess_load_checkpoint
 from xtuner.utils import IMAGE_TOKEN_INDEX, PROMPT_TEMPLATE
 
+from tests.e2e.test_readme import code
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
-from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
+from tests.helpers.checks.compare import assert_loads_clean, assert_same_tensors, folder_tensors
 from tests.helpers.models.zoo.llava import VOCAB_SIZE, n_image_tokens
 
 pytestmark = pytest.mark.parametrize('name', LLAVA_RUNS)
@@ -114,6 +116,15 @@ def test_one_model_is_what_xtuner_converts_and_sees(runs, name, tmp_path):
     # Merged weights were rounded to bfloat16 once more than the factors
     tolerance = 2e-2 if name == 'llava_lora' else 1e-4
     torch.testing.assert_close(found, logits, rtol=tolerance, atol=tolerance)
+
+
+def test_the_next_stage_starts_from_the_projector_of_a_save(runs, name, tmp_path, monkeypatch):
+    """By the code of the page; `pretrained_pth` is what guess_load_checkpoint is given."""
+    work_dir = runs.work_dir(name)
+    projector = {key: t for key, t in trained_model(work_dir)[1].state_dict().items() if key.startswith('projector.')}
+    monkeypatch.chdir(tmp_path)
+    exec(code('projector.pth', 'xtuner.md').replace('work_dirs/NAME', str(work_dir.absolute())), {})
+    assert_same_tensors(guess_load_checkpoint('projector.pth'), projector)
 
 
 def question_about_image(processor: Any, file: Path) -> Any:

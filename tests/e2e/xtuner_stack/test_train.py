@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import MODERN_PYTHON
+from tests.e2e.test_readme import code
 from tests.e2e.xtuner_stack.elsewhere import logits_of
 from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
@@ -172,7 +173,8 @@ def merged_as_by_sa2va(work_dir: Path, folder: Path, file: Path) -> dict[str, to
     config.mllm.model_path = config.tokenizer.pretrained_model_name_or_path = str(folder)
     model = BUILDER.build(config)
     assert len(model.tokenizer) == model.mllm.model.config.llm_config.vocab_size, 'its tokens are there already'
-    torch.save({'state_dict': load_file(folder / 'other_modules' / 'model.safetensors')}, file)
+    lines = code('other_modules.pth', 'xtuner.md').replace("'hf_model/", f"'{folder}/")
+    exec(lines.replace("'other_modules.pth'", repr(str(file))), {})
     unknown = model.load_state_dict(torch.load(file)['state_dict'], strict=False).unexpected_keys
     assert unknown == []
     model.mllm.model.language_model = model.mllm.model.language_model.merge_and_unload()
