@@ -87,7 +87,13 @@ def test_a_child_is_not_forked_in_the_middle_of_a_line(log):
 def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told, log, caplog):
     """Unless all is, as the option writer asks for, or nothing, as in one process."""
     group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
-    plan = SimpleNamespace(placements=[1, 2], files=[1], nbytes=8, gathered=[group, group], copied=())
+    plan = SimpleNamespace(
+        placements=[SimpleNamespace(file='model.safetensors')] * 2,
+        files=[1],
+        nbytes=8,
+        gathered=[group, group],
+        copied=(),
+    )
     exporter = SimpleNamespace(left_out=(), notes=())
     saver = SimpleNamespace(
         log=log,
