@@ -41,6 +41,9 @@ UPLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     'no_library': (dict(upload_to='oss://bucket/run'), 'object-stores.md'),
     'read_only': (dict(upload_to=f's3://{BUCKET}/read_only/läufe'), 'cannot write'),
+    'no_get': (dict(upload_to=f's3://{BUCKET}/no_get/läufe'), 'cannot read'),
+    'no_list': (dict(upload_to=f's3://{BUCKET}/no_list/läufe'), 'cannot list'),
+    'no_delete': (dict(upload_to=f's3://{BUCKET}/no_delete/läufe', upload_keep=1), 'cannot delete'),
     'no_such_bucket': (dict(upload_to='s3://no-such-bucket/run'), 'Check upload_to'),
 }
 
@@ -66,6 +69,9 @@ def faults() -> dict[str, Any]:
         'hangs': AwayFor(of_saves('hangs'), 3.0, 'hang'),
         'never_there': AwayFor(lambda method, path: '/never_there/' in path and '/hf_model_iter_' in path, 1e9),
         'read_only': AwayFor(lambda method, path: '/read_only/' in path, 1e9, 403),
+        'no_get': AwayFor(lambda method, path: method == 'GET' and '/no_get/' in path, 1e9, 403),
+        'no_list': AwayFor(lambda method, path: method == 'GET' and 'prefix=no_list/' in path, 1e9, 403),
+        'no_delete': AwayFor(lambda method, path: method == 'DELETE' and '/no_delete/' in path, 1e9, 403),
     }
 
 
@@ -195,7 +201,7 @@ def store(servers, kind, request):
 
 
 def test_objects(store):
-    store.require_writable()
+    store.require_usable()
     store.put('sub/gewichte ä 権 +&=?#%.bin', b'0123456789')
     store.put('hf_model.json', b'{}')
     assert store.get('sub/gewichte ä 権 +&=?#%.bin') == b'0123456789' and store.get('none') is None
@@ -212,12 +218,26 @@ def test_a_file_in_parts(store, tmp_path, nbytes):
     assert store.sizes('a') == {'b.bin': nbytes} and store.get('a/b.bin') == data
 
 
+@pytest.mark.parametrize('nbytes', [1_000, 2 * PART + 12_345])
+def test_a_store_that_knows_no_checksums_in_headers(servers, tmp_path, nbytes):
+    """Of OVH, Qumulo, older MinIO and Ceph."""
+    (tmp_path / 'b.bin').write_bytes(random.Random(nbytes).randbytes(nbytes))
+    with faulty_proxy(servers['moto']['endpoint_url']) as proxy:
+        proxy.knows_checksums = False
+        store = Store(f's3://{BUCKET}/no_checksums', dict(endpoint_url=proxy.url))
+        store.require_usable()
+        store.put_file('a/b.bin', tmp_path / 'b.bin')
+        assert store.sizes('a') == {'b.bin': nbytes}
+        store.delete(['a/b.bin'])
+        assert store.sizes('a') == {}
+
+
 def test_refusals_tell_no_secret(servers, kind, monkeypatch):
     monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', SECRET[::-1])
     get_filesystem_class('s3').clear_instance_cache()  # has what other tests opened
     for bucket in ('no-such-bucket', *([BUCKET] if kind == 'rclone' else [])):  # moto takes any credentials
         with pytest.raises(StoreError, match='upload_to') as caught:
-            Store(f's3://{bucket}/b', servers[kind]).require_writable()
+            Store(f's3://{bucket}/b', servers[kind]).require_usable()
         assert f's3://{bucket}/b' in str(caught.value)
         assert not any(secret in str(caught.value) for secret in (KEY, SECRET, SECRET[::-1]))
 
@@ -226,4 +246,4 @@ def test_an_older_botocore_gets_only_options_that_it_has(servers, kind, monkeypa
     """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
     monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
     get_filesystem_class('s3').clear_instance_cache()
-    Store(f's3://{BUCKET}/older', servers[kind]).require_writable()
+    Store(f's3://{BUCKET}/older', servers[kind]).require_usable()

@@ -112,11 +112,9 @@ class Uploads(EachSave):
         Raises:
             StoreError: They will not. Other ranks do not know this error.
         """
-        for number, destination in enumerate(self._destinations.values()):
-            if self._rank == 0:
-                destination.create()
-            elif number == 0 and self._rank < self._n_ranks:
-                destination.store.require_writable()
+        destinations = [*self._destinations.values()]
+        if self._rank < self._n_ranks:  # all have the same URL
+            destinations[0].store.require_usable(deletes=any(each.retention.max_keep != -1 for each in destinations))
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Begin the upload of a committed save.

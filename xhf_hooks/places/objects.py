@@ -21,12 +21,13 @@ _S3 = ('s3', 's3a')
 #: s3fs repeats requests by itself; so many times, and boto not at all.
 _S3_RETRIES = 2
 #: Options of botocore's Config; those that the installed one lacks are left out. Some servers send checksums of
-#: something else.
+#: something else, and some refuse the headers with checksums that botocore sends since 1.36.
 _S3_CONFIG = {
     'connect_timeout': 5,
     'read_timeout': 60,
     'retries': {'total_max_attempts': 1, 'mode': 'standard'},
     'response_checksum_validation': 'when_required',
+    'request_checksum_calculation': 'when_required',
 }
 #: Parts of a file that are sent at once. s3fs would hold ten parts of 50 MB in memory.
 _S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
@@ -34,7 +35,7 @@ _S3_PARTS, _S3_PART_NBYTES, _S3_MOST_PARTS = 4, 16 * 2**20, 10_000
 _WITH_FILES = {'file', 'local', 'hdfs', 'arrow_hdfs', 'webhdfs', 'sftp', 'ssh', 'smb'}
 #: Those of them that keep folders whose last file was removed, and whose ``rmdir`` removes nothing but an empty folder.
 _WITH_FOLDERS = {'file', 'local', 'sftp', 'ssh', 'smb'}
-#: Written and deleted before training. Not unique, so what killed runs leave is one object.
+#: A folder of one object, which a rank writes and deletes before training; a random number follows.
 _PROBE = '.xhf_probe'
 
 _SECRET_IN_URL = re.compile(r'(?<=://)[^/\s@]*@|(?<=[^\s?])\?[^\s\'"<>]+=[^\s\'"<>]*')
@@ -146,22 +147,34 @@ class Store:
         return {key[1:]: nbytes for key, nbytes in sorted(files.items()) if key.startswith('/') and key != '/'}
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove those of the objects that exist, and the folders below the URL that become empty."""
+        """Remove those of the objects that exist, and folders that become empty, also that of the URL."""
         for key in keys:
             self._ask('delete', key, 'rm_file', self._path(key))
-        folders = {str(folder) for key in keys for folder in PurePosixPath(key).parents} - {'.'}
-        for folder in sorted(folders, reverse=True) if self._has_folders else ():
+        folders = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
+        for folder in sorted(folders, reverse=True) if self._has_folders else ():  # that of the URL, '.', comes last
             with contextlib.suppress(Exception):  # of any type, from the library: the folder is not empty
-                self._fs.rmdir(self._path(folder))
+                self._fs.rmdir(self._root if folder == '.' else self._path(folder))
 
-    def require_writable(self) -> None:
-        """Write and remove a small object.
+    def require_usable(self, *, deletes: bool = True) -> None:
+        """Make each kind of request that uploads make, on a small object: credentials may allow some of them only.
+
+        Args:
+            deletes: Whether uploads will delete. If not, the store need not allow it.
 
         Raises:
             StoreError: One of these did not work.
         """
-        self.put(_PROBE, b'written to see whether that works; may be deleted')
-        self.delete([_PROBE])
+        folder = f'{_PROBE}_{uuid.uuid4().hex[:12]}'
+        key = f'{folder}/object'
+        self.put(key, b'written to see whether that works; may be deleted')
+        self.get(key)
+        self.sizes(folder)
+        try:
+            self.delete([key])
+        except StoreError as error:
+            if deletes:
+                raise
+            self._warn(f'{error}. Nothing that this run uploads will be deleted, so it goes on; {key} stays there')
 
     def _path(self, key: str) -> str:
         return f'{self._root}/{key}'

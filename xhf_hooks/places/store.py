@@ -1,7 +1,8 @@
 """Saves in a store: each run has a prefix of its own, and in it a pointer, which names the complete saves.
 
     20261127_201530_3f9a1c/              a run: when it began, and a random number
-        hf_model.json                    the pointer: which save is the newest, and which are complete
+        hf_model.json                    the pointer: which save is the newest, and which are complete; it is written
+                                         when the first upload begins
         hf_model_iter_500/...            a save, under its prefix; xhf_manifest.json is its last object
 
 Since each run has a prefix of its own, two runs with one URL never meet. They need not coordinate, which would take
@@ -136,10 +137,6 @@ class StoredSaves:
         """The connection of this process. Runs on: any rank."""
         return Store(self.url, self._options, warn=self._warn)
 
-    def create(self) -> None:
-        """Before training, write the pointer, which names no save yet."""
-        self._write(Pointer())
-
     def begin(self, label: str, files: Collection[str], number: int = 0) -> str:
         """Begin a save, such as that of ``iter_500``, and announce it to all ranks in the pointer; returns its name.
 
@@ -203,12 +200,17 @@ class StoredSaves:
                 )
 
     def clean_at_end(self) -> None:
-        """At the end of the run, delete also a save whose upload was not completed. Never raises."""
+        """At the end of the run, delete also a save whose upload was not completed. Never raises.
+
+        Without a complete save the pointer goes, too: readers take the last run with a pointer for the newest.
+        """
         with contextlib.suppress(StoreError):
             pointer = self._current()
             if not self._files.keys() <= {*pointer.saves}:
                 self._write(replace(pointer, writing=None))
                 self.clean()
+                if not pointer.saves:
+                    self.store.delete([pointer_key(self.name)])
 
     def _current(self) -> Pointer:
         """The pointer as the store has it: the answer to the last request that wrote it may have been lost."""

@@ -13,7 +13,9 @@ from urllib.parse import unquote
 Fault = int | str | None
 #: Longer than clients wait.
 HANG_SECS = 30.0
-_CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 503: 'SlowDown'}
+_CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 501: 'NotImplemented', 503: 'SlowDown'}
+#: Headers that botocore sends since 1.36, and that older stores do not know.
+_CHECKSUM_HEADERS = ('x-amz-checksum', 'x-amz-sdk-checksum', 'x-amz-trailer')
 
 
 @dataclass
@@ -22,11 +24,13 @@ class FaultyProxy:
 
     Attributes:
         decide: Called with the method and path of each request, from many threads; returns the fault.
+        knows_checksums: Whether it takes what is written with a checksum in its headers.
     """
 
     url: str
     server_url: str
     decide: Callable[[str, str], Fault] = lambda method, path: None
+    knows_checksums: bool = True
 
 
 @contextmanager
@@ -41,6 +45,8 @@ def faulty_proxy(server_url: str) -> Iterator[FaultyProxy]:
             body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
             path = unquote(self.path)
             fault = proxy.decide(self.command, path)
+            if not proxy.knows_checksums and any(n.lower().startswith(_CHECKSUM_HEADERS) for n in self.headers):
+                fault, self.close_connection = 501, True  # its body was not read: it may be in chunks
             if fault == 'hang':
                 ended.wait(HANG_SECS)
                 fault = 'cut'

@@ -98,7 +98,6 @@ def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     hub.objects['other'] = b'of somebody else'
     local = CheckpointFolder(tmp_path / 'hf_model', 1)
     saves = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
-    saves.create()
     for number in (1, 2, 3):
         publish(saves, local, number)
     saves.clean_at_end()
@@ -132,7 +131,7 @@ def test_what_is_not_there_is_read_as_none_and_deleted_without_an_error(hub):
         assert store.get('hf_model.json') is None
     store.delete(['hf_model.json'])
     assert store.sizes('hf_model_iter_1') == {}
-    store.require_writable()
+    store.require_usable()
     assert hub.objects == {}
 
 

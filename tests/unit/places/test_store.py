@@ -47,7 +47,6 @@ def local(tmp_path):
 def saves(url):
     made = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
     made.said = said
-    made.create()
     yield made
     made.clean_at_end()
 
@@ -73,7 +72,6 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
 def test_the_first_save_of_every_three_iterations_stays(local, url):
     """Also where the newest is one of them."""
     saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
-    saves.create()
     for number in (1, 2, 4, 5, 7, 8, 9):
         publish(saves, local, number)
     saves.clean_at_end()
@@ -85,7 +83,6 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     """Where the store has folders. What somebody else put there stays, in its folder."""
     root = tmp_path / 'store'
     saves = StoredSaves(root.as_uri(), 'hf_model', 1, warn=[].append)
-    saves.create()
     for number in (1, 2, 3):
         publish(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
@@ -151,7 +148,7 @@ def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_pat
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
-    assert keys_in(Store(url)) == {'hf_model.json'}
+    assert keys_in(Store(url)) == set()
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -192,6 +189,43 @@ def test_what_was_not_published_is_deleted_at_the_end_and_nothing_else_is_read(s
     assert folders_in(Store(url)) == {'hf_model_iter_1', 'others'}
     assert read_pointer(Store(url), 'hf_model').writing is None
     assert not any('others' in key for key in asked) and '' not in asked
+
+
+@pytest.mark.parametrize('is_begun', [True, False])
+def test_a_run_without_an_upload_leaves_nothing(local, tmp_path, is_begun):
+    """It died before its first save, or its upload was not completed: the last prefix is that of the newest save."""
+    url = (tmp_path / 'store' / 'run').as_uri()
+    saves = StoredSaves(url, 'hf_model', 1)
+    saves.store.require_usable()
+    assert [*(tmp_path / 'store').iterdir()] == []
+    if is_begun:
+        upload(saves, local, 1)
+        assert read_pointer(Store(url), 'hf_model').newest is None
+    saves.clean_at_end()
+    assert [*(tmp_path / 'store').iterdir()] == []
+
+
+class NoDelete:
+    """A file system whose credentials do not allow deletions."""
+
+    def __init__(self, fs):
+        self._fs = fs
+
+    def __getattr__(self, name):
+        def refuse(*args, **options):
+            raise PermissionError('Access Denied')
+
+        return refuse if name == 'rm_file' else getattr(self._fs, name)
+
+
+def test_a_store_that_allows_no_deletion_is_used_if_nothing_will_be_deleted(url):
+    store = Store(url, warn=(said := []).append)
+    store._fs = NoDelete(store._fs)
+    with pytest.raises(StoreError, match='cannot delete: PermissionError: Access Denied'):
+        store.require_usable()
+    said.clear()
+    store.require_usable(deletes=False)
+    assert 'Nothing that this run uploads will be deleted, so it goes on' in said[-1]
 
 
 def test_what_could_not_be_deleted_is_deleted_with_the_next_save(saves, local, url, monkeypatch):
