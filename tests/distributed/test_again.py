@@ -208,6 +208,6 @@ except Exception as error:
         for step in (8, 9):
             save_hf(odd_llama(), tmp_path / 'hf_model', step=step)
         told = first.communicate('\n')[0]
-    assert 'another process has saved here since the last call of save_hf in this one' in told
+    assert 'another process has saved here since this one did' in told
     assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
     assert assert_whole(tmp_path / 'hf_model') == 9

@@ -45,11 +45,11 @@ ENTRANCES = {
     'saves.run.Run.wait_for_background_save': 'raises or reports what all ranks have',
     'saves.run.Run._log_outcome': 'tells what all ranks have; what it calls may fail',
     'saves.run.Run._call_frontend': 'tells what all ranks have; what it calls may fail',
-    'saves.run.Run._logging_errors': 'catches what fails then',
+    'saves.telemetry.RunLog.logging_errors_of_callbacks': 'catches what fails then',
     'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
     'background.background_task.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
     'background.background_task.BackgroundTask._run': 'runs in the thread that saves',
-    'background.background_task.SaveInFlight.save': 'makes the save, and keeps what comes of it',
+    'saves.save_in_flight.SaveInFlight.save': 'makes the save, and keeps what comes of it',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {

@@ -4,6 +4,7 @@ Each life is a group of real ranks, forked from the server of `tests.helpers.ran
 """
 
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
+from tests.helpers.checks.assert_intact import assert_whole, check_all, hidden, weight_of
 from tests.helpers.faults.numbered import NAME, fill, tiny_model
 from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import HANG_SECS, start_process
@@ -38,6 +39,7 @@ class Kind:
     Attributes:
         zero3: Whether DeepSpeed partitions parameters; otherwise every rank has all of them.
         victims: 'all' or 'one' (a random rank).
+        with_all: Whether the run also uploads, keeps some saves for good, and saves on SIGTERM.
     """
 
     writer: str
@@ -45,9 +47,10 @@ class Kind:
     zero3: bool
     signal: signal.Signals
     victims: str
+    with_all: bool = False
 
     def __str__(self) -> str:
-        way = f'{self.writer}{"_async" if self.in_background else ""}'
+        way = f'{self.writer}{"_async" if self.in_background else ""}{"_with_all" if self.with_all else ""}'
         return f'{way}_{"zero3" if self.zero3 else "whole"}_{self.signal.name}_{self.victims}'
 
 
@@ -143,6 +146,8 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
     model = tiny_model(kind.zero3)
     how = dict(writer=kind.writer, async_save=kind.in_background, bucket_size=20_000, max_shard_size=10_000)
     how |= dict(max_keep_ckpts=max_keep, on_error='raise', collective=Collective.connect(timeout_secs=HANG_SECS))
+    if kind.with_all:
+        how |= dict(upload_to=store_of(parent).as_uri(), upload_keep=2, keep_every=4, save_on_signal='SIGTERM')
     saves = open_run(model, parent / NAME, **how)
     for number in itertools.count(first):
         fill(model, weight_of(number))
@@ -153,6 +158,12 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
             fill(model, -1)  # training goes on
             saves.wait_for_background_save()
         connection.send(('committed', number))
+        saves.save_if_requested(iteration(number))
+
+
+def store_of(parent: Path) -> Path:
+    """Where runs in this folder upload their saves to."""
+    return parent.with_name(f'{parent.name}.uploads')
 
 
 # The tests
@@ -188,3 +199,31 @@ def test_nothing_is_lost_and_the_next_run_saves(parent, kind, turn):
         assert all('not ours' not in text for text in death.survivors), death.survivors
     if kind.in_background and kind.signal is SIGTERM and kind.victims == 'all':
         assert found >= death.copied, 'the save that was being written was to be finished'
+
+
+@pytest.mark.parametrize('signal_number', [SIGKILL, SIGTERM], ids=lambda number: number.name)
+def test_a_run_that_also_uploads_and_deletes_ends_at_any_instant(tmp_path_factory, signal_number, turn):
+    """SIGKILL loses nothing that was committed, here and in the store; after SIGTERM nothing is left to do."""
+    parent = tmp_path_factory.mktemp('with_all')
+    kind = Kind('positional', turn % 2 == 0, False, signal_number, 'all', with_all=True)
+    for life in range(2):  # the second one starts with what the first one left
+        first = next_start(parent, 2).get(NAME, 0) + 1
+        dice = random.Random(f'{signal_number}{turn}{life}')
+        death = live_and_die(parent, kind, first, dice, 2)
+        if signal_number is SIGTERM:
+            assert hidden(parent) == [], 'an end waits for deletions and uploads'
+        newest = newest_upload(parent)
+        found = next_start(parent, 2).get(NAME, 0)
+        assert found >= max(death.committed, newest)
+        assert signal_number is SIGKILL or newest == found, 'the last save was not uploaded'
+
+
+def newest_upload(parent: Path) -> int:
+    """The iteration of the newest uploaded save, which is complete; 0 if there is none."""
+    found = [0]
+    for pointer in store_of(parent).glob(f'*/{NAME}.json'):
+        content = json.loads(pointer.read_text())
+        if content['newest'] is not None:
+            assert_whole(pointer.parent / content['newest'])
+            found.append(content['step']['number'])
+    return max(found)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.system.threads import lower_priority, wait_until
 
 if TYPE_CHECKING:
@@ -89,36 +85,3 @@ class BackgroundTask(Generic[Job]):
             if self._current is not None:
                 self._work(self._current)
             self._current = None  # it may hold a model
-
-
-@dataclass(eq=False)
-class SaveInFlight:
-    """The job of the task that makes saves. :meth:`BackgroundTask.close` does not stop it: other ranks would wait.
-
-    Attributes:
-        make: Makes the save.
-        report_outcome: Called as soon as the save has ended, with what was committed or the error.
-        outcome: Resolves after ``report_outcome`` has returned.
-    """
-
-    step: Step
-    make: Callable[[], CommittedCheckpoint]
-    report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], object]
-    outcome: Future[CommittedCheckpoint] = field(default_factory=Future)
-
-    def __str__(self) -> str:
-        return self.step.label
-
-    def save(self) -> None:
-        """Make the save, report its outcome, and hand it to the thread that trains."""
-        made, error = None, None
-        try:
-            made = self.make()
-        except BaseException as raised:  # of any type: the thread that trains waits for this outcome
-            error = raised
-        with contextlib.suppress(Exception):  # of any type: so does the next save, for this thread
-            self.report_outcome(made, error)
-        if made is not None:
-            self.outcome.set_result(made)
-        else:
-            self.outcome.set_exception(error)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures.thread  # noqa: F401
 import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from xhf_hooks.system.threads import wait_until
+from xhf_hooks.system.threads import call_before_exit, wait_until
+
+if TYPE_CHECKING:
+    from xhf_hooks.background.run_end import RunEnd
 
 #: Signals that ask a process to end, and do so where nothing handles them: of torchrun, SLURM and Kubernetes, of a
 #: terminal that is closed, of a limit of CPU time. Ctrl-C raises KeyboardInterrupt instead.
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 #: Training goes on after them.
 _GO_ON = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-class _Run(Protocol):
-    """What the owner of signals knows of a run (:class:`.RunEnd`)."""
-
-    thread: threading.Thread
-    save_signals: Sequence[signal.Signals]
-
-    @property
-    def has_tasks(self) -> bool: ...
-    def ask(self, number: signal.Signals) -> None: ...
-    def wait_before_exit(self) -> None: ...
-    def close(self, *, process_ends: bool) -> None: ...
 
 
 class ProcessSignals:
@@ -43,24 +30,22 @@ class ProcessSignals:
     handler, if any, is called at once. Any other signal takes effect when all of these runs have answered
     (:meth:`answer`): it ends the process or calls the user's handler.
 
-    torchrun, SLURM and Kubernetes send SIGTERM and kill some time later (torchrun after 30 s, or its
-    ``--shutdown-timeout``). Where no save answers it, the process first waits for the background tasks. A handler may
-    interrupt the main thread while that holds a lock which the awaited work needs, such as the lock of a log handler.
-    So the handler does not wait: a thread does, and then sends the signal to the main thread once more, where it takes
-    effect. Until then training goes on, at most to the end of its iteration (:meth:`block_if_process_is_ending`).
+    A signal that no save answers takes effect after the background tasks (torchrun kills 30 s later). A handler
+    may interrupt the main thread while that holds a lock which the awaited work needs, such as that of a log handler.
+    So a thread waits, and then sends the signal to the main thread once more, where it takes effect. Until then
+    training goes on, at most to the end of its iteration (:meth:`block_if_process_is_ending`).
 
-    Python calls handlers in the main thread, so only runs there are asked, and between any two instructions, so they
-    take no lock. A signal that is ignored (``nohup``) stays ignored. In a forked child, SIGUSR1 and SIGUSR2 do nothing,
-    and other signals take effect at once.
+    Python calls handlers in the main thread, between any two instructions, so they take no lock. A signal that is
+    ignored (``nohup``) stays ignored. In a forked child, SIGUSR1 and SIGUSR2 do nothing; others take effect at once.
     """
 
     _owner: ClassVar[ProcessSignals | None] = None
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self._runs: list[_Run] = []
+        self._runs: list[RunEnd] = []
         self._before: dict[signal.Signals, Any] = {}  # the handlers that ours have replaced
-        self._unanswered: set[_Run] = set()
+        self._unanswered: set[RunEnd] = set()
         self._after_saves: signal.Signals | None = None  # the signal that takes effect when they have answered
         self._after_tasks: signal.Signals | None = None  # the signal for which the thread waits
         self._has_waited = self._has_thread = False
@@ -72,10 +57,10 @@ class ProcessSignals:
         owner = cls._owner
         if owner is None or owner.process != os.getpid():
             owner = cls._owner = cls()
-            _before_exit(owner._at_exit)
+            call_before_exit(owner._at_exit)
         return owner
 
-    def add(self, run: _Run) -> None:
+    def add(self, run: RunEnd) -> None:
         """From now on, signals and the exit heed this run. Runs on: the thread that trains."""
         self._runs.append(run)
         if threading.current_thread() is threading.main_thread():
@@ -87,7 +72,7 @@ class ProcessSignals:
                 if signal.getsignal(number) != self._handle:
                     self._before[number] = signal.signal(number, self._handle)
 
-    def remove(self, run: _Run) -> None:
+    def remove(self, run: RunEnd) -> None:
         """Heed this run no more, and restore handlers that no other run needs. :meth:`answer` may follow."""
         if run in self._runs:
             self._runs.remove(run)
@@ -98,11 +83,11 @@ class ProcessSignals:
                 if number not in needed and signal.getsignal(number) == self._handle:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
 
-    def ends_after_save(self, run: _Run) -> bool:
+    def ends_after_save(self, run: RunEnd) -> bool:
         """Whether a signal to this process waits for a save of this run, and then ends the process."""
         return run in self._unanswered and self._after_saves is not None
 
-    def answer(self, run: _Run) -> None:
+    def answer(self, run: RunEnd) -> None:
         """The run has saved, or will not. A signal that waited for that takes effect, after the tasks of all runs."""
         self._unanswered.discard(run)
         number = self._after_saves
@@ -189,17 +174,3 @@ class ProcessSignals:
         for run in [*self._runs]:
             run.close(process_ends=True)
         self.block_if_process_is_ending()  # the exit status is that of the signal
-
-
-def _before_exit(function: Callable[[], None]) -> None:
-    """Have a function called when the interpreter begins to exit, while threads can be started.
-
-    ``atexit`` is too late: concurrent.futures has shut all its pools down by then, and asyncio looks up host names in
-    one (CPython: ``_python_exit`` in concurrent/futures/thread.py). Nothing public comes before that. In Python 3.12.0
-    and 3.12.1 no thread can be started then, either.
-    """
-    try:
-        # In reverse order of registration; concurrent.futures, imported above, has registered its own
-        threading._register_atexit(function)  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # another Python, or the main thread has already ended
-        atexit.register(function)

@@ -23,23 +23,25 @@ a forked child ends                      nothing: its parent goes on
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from logging import LoggerAdapter
 from pathlib import Path
 from signal import Signals
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 from xhf_hooks.background.background_task import BackgroundTask
 from xhf_hooks.background.process_signals import ProcessSignals
-from xhf_hooks.background.save_requests import SaveRequests, signal_numbers
+from xhf_hooks.background.save_requests import SaveRequests
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TargetError
+from xhf_hooks.format.checksum import crc32
+from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.system.child_processes import SignalProofChildren
 
@@ -49,15 +51,8 @@ _WAIT_SECS = 5.0
 _SHOW_SECS = 1.0
 
 
-class Task(Protocol):
-    """What an end waits for: a :class:`.BackgroundTask`, or the deletions in a folder."""
-
-    name: str
-    must_finish: bool
-
-    def left(self) -> list[str]: ...
-    def wait(self, secs: float = math.inf) -> bool: ...
-    def close(self) -> None: ...
+#: What an end waits for.
+Task = BackgroundTask[Any] | BackgroundDeletion
 
 
 class RunEnd:
@@ -76,6 +71,7 @@ class RunEnd:
 
     Attributes:
         save_signals: The signals that request a save.
+        signals: The owner of signals, which knows this run from :meth:`listen` on.
         requests: None if neither a signal nor the clock can request a save.
         thread: The one that trains.
         is_closed: Whether the run may save no more.
@@ -83,16 +79,18 @@ class RunEnd:
 
     #: Of the process, since the locks of folders belong to it and frontends know nothing of each other.
     _open: ClassVar[list[RunEnd]] = []
+    #: By folder: checksums of the manifests of the newest saves that runs of this process have left there.
+    _left: ClassVar[dict[Path, set[int]]] = {}
 
     def __init__(
         self,
         targets: Sequence[CheckpointFolder],
         trainer: object | None,
-        save_signals: Sequence[Signals],
+        save_signals: Sequence[str],
         exit_wait_secs: float,
         log: LoggerAdapter,
     ) -> None:
-        self.save_signals = save_signals
+        self.save_signals = [Signals[name] for name in save_signals]
         self.requests: SaveRequests | None = None
         self.thread = threading.current_thread()
         self.is_closed = False
@@ -102,32 +100,23 @@ class RunEnd:
         self._exit_wait_secs = exit_wait_secs
         self._log = log
         self._process = os.getpid()
-        self._signals = ProcessSignals.of_this_process()
+        self.signals = ProcessSignals.of_this_process()
         self._children: SignalProofChildren | None = None
         self._tasks: list[Task] = []
-        self._last: list[Callable[[], object]] = []
+        self._last = ExitStack()
         self._deadline: float | None = None
         self._given_up: set[str] = set()  # names of tasks that were logged as not finished
         self._closing = threading.RLock()
 
-    @classmethod
-    def begin(
-        cls,
-        targets: Sequence[CheckpointFolder],
-        trainer: object | None,
-        save_signals: Sequence[str],
-        exit_wait_secs: float,
-        log: LoggerAdapter,
-    ) -> RunEnd:
+    def begin(self) -> None:
         """Close earlier runs that have a folder or a signal of this one; then this run is open.
 
         Raises:
             TargetError: Another hook of this run has the folder, or a call of ``save_hf`` that has not ended.
         """
-        end = cls(targets, trainer, signal_numbers(save_signals), exit_wait_secs, log)
-        for other in [*cls._open]:
-            both, is_same = end._places & other._places, trainer is not None and other.is_of(trainer)
-            if not other.is_of_this_process or not (both or {*end.save_signals} & {*other.save_signals}):
+        for other in [*RunEnd._open]:
+            both, is_same = self._places & other._places, self._has_same_trainer(other)
+            if not other.is_of_this_process or not (both or {*self.save_signals} & {*other.save_signals}):
                 continue
             if both and is_same:
                 raise TargetError(
@@ -139,19 +128,14 @@ class RunEnd:
                     f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name'
                 )
             if not is_same:
-                log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
+                self._log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
                 other.close()
-        cls._open.append(end)
-        return end
+        RunEnd._open.append(self)
 
     @property
     def is_of_this_process(self) -> bool:
         """False in a forked child, whose parent goes on with the run."""
         return self._process == os.getpid()
-
-    def is_of(self, trainer: object) -> bool:
-        """Whether this is the end of a run of that trainer."""
-        return self._trainer is not None and self._trainer() is trainer
 
     @property
     def has_tasks(self) -> bool:
@@ -164,7 +148,7 @@ class RunEnd:
 
     def do_last(self, function: Callable[[], object]) -> None:
         """When the run is closed and the process goes on, call this before the functions that were given before."""
-        self._last.append(function)
+        self._last.callback(function)
 
     def listen(self, interval_secs: float | None) -> None:
         """From now on, signals and the exit heed this run, and the clock runs. Runs on: all ranks.
@@ -178,15 +162,8 @@ class RunEnd:
         if self.save_signals or interval_secs is not None:
             self.requests = SaveRequests.start(self._log, self.save_signals, interval_secs)
         if self.save_signals:
-            self._children = SignalProofChildren.start(self.save_signals)
-            if self._children.is_server_older:
-                self._log.warning(
-                    f'save_on_signal: the fork server of multiprocessing runs already. '
-                    f'{"/".join(number.name for number in self.save_signals)} to the process group of a rank, as '
-                    f'torchrun and terminals send it, ends that server and its data loader workers before the save: '
-                    f'start no such process before the hook or callback begins'
-                )
-        self._signals.add(self)
+            self._children = SignalProofChildren.start(self.save_signals, self._log.warning)
+        self.signals.add(self)
 
     def ask(self, number: Signals) -> None:
         """Ask this run for a save. Runs on: a signal handler."""
@@ -247,22 +224,6 @@ class RunEnd:
                     self._log.warning(f'{task.name}: no longer waited for: {"; ".join(left)}')
             raise
 
-    def block_if_process_is_ending(self) -> None:
-        """If a signal has come that ends the process after the tasks, go no further in training.
-
-        Returns only if none has come, or if the user handles that signal and lets training go on.
-        """
-        self._signals.block_if_process_is_ending()
-
-    @property
-    def ends_after_save(self) -> bool:
-        """Whether a signal to this rank will end the process after a save of this run."""
-        return self._signals.ends_after_save(self)
-
-    def answer_signal(self) -> None:
-        """A save has answered the requests to this rank: a signal that ends the process now does, after the tasks."""
-        self._signals.answer(self)
-
     def close(self, *, process_ends: bool = False) -> None:
         """Wait, unlock the folders, destroy process groups. Needs no other rank. Does nothing the second time.
 
@@ -287,21 +248,22 @@ class RunEnd:
                 self._stop_listening()
             if not any(task.left() for task in awaited):
                 for target in self._targets:
+                    with suppress(OSError):
+                        RunEnd._left.setdefault(target.path, set()).add(crc32(target.newest_manifest() or b''))
                     target.unlock()
-            while self._last and not process_ends:
-                with contextlib.suppress(Exception):  # of any type: the others must be closed, too
-                    self._last.pop()()
             if self in RunEnd._open and not process_ends:
                 RunEnd._open.remove(self)
+                self._last.close()
 
-    def close_when_garbage(self, run: object) -> None:
-        """Close this when the run is garbage, in a thread: the garbage collector must not wait."""
+    def close_in_thread(self) -> None:
+        """Called by the garbage collector, which must not wait, when the run is garbage."""
 
         def close() -> None:
-            if self.is_of_this_process:
-                threading.Thread(target=self._close_forgotten, name='xhf-close', daemon=True).start()
+            self.close()
+            self.signals.answer(self)
 
-        weakref.finalize(run, close).atexit = False
+        if self.is_of_this_process:
+            threading.Thread(target=close, name='xhf-close', daemon=True).start()
 
     def closed_error(self) -> TargetError:
         """The error of a save after the run was closed: its folders may belong to the next run by now."""
@@ -311,18 +273,23 @@ class RunEnd:
         )
 
     @classmethod
+    def knows_newest(cls, target: CheckpointFolder) -> bool:
+        """Whether no other process has saved there since a run of this one did, if any. Runs on: rank 0."""
+        left, newest = cls._left.get(target.path), target.newest_manifest()
+        return left is None or newest is None or crc32(newest) in left
+
+    @classmethod
     def is_ambiguous(cls, folder: Path) -> bool:
         """Whether another open run saves to a folder of the same name."""
         places = {place for end in cls._open for place in end._places}
         return sum(Path(place).name == folder.name for place in places) > 1
 
-    def _close_forgotten(self) -> None:
-        self.close()
-        self.answer_signal()
+    def _has_same_trainer(self, other: RunEnd) -> bool:
+        return self._trainer is not None and other._trainer is not None and self._trainer() is other._trainer()
 
     def _stop_listening(self) -> None:
         if self.requests is not None:
             self.requests.close()
         if self._children is not None:
             self._children.close()
-        self._signals.remove(self)
+        self.signals.remove(self)

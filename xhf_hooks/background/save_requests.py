@@ -22,11 +22,6 @@ from xhf_hooks.errors import OptionError
 _VOTE_SECS, _MOST_ITERATIONS = 1.0, 16
 
 
-def signal_numbers(signals: Sequence[str]) -> list[signal.Signals]:
-    """The signals by their names."""
-    return [signal.Signals[name] for name in signals]
-
-
 class SaveRequests:
     """The save requests of one run, from :meth:`start` to :meth:`close`: votes, and the clock.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from mmengine.hooks import Hook
@@ -13,7 +14,6 @@ from mmengine.logging import MessageHub
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
-from xhf_hooks.background.save_requests import signal_numbers
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
@@ -24,6 +24,7 @@ from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.saves.frontend import RunFrontend
+from xhf_hooks.saves.preflight import manifests_of_targets
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog, scalars
@@ -55,7 +56,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         # Data loader workers must survive a save signal that is sent to the whole process group. They may start before
         # before_train: MMEngine builds this hook, then an IterBasedTrainLoop, which starts them when it is built. So
         # this cannot wait until before_train
-        signals = signal_numbers(self.options.save_on_signal or ())
+        signals = [Signals[name] for name in self.options.save_on_signal or ()]
         self._children = SignalProofChildren.start(signals) if signals else None
 
     def before_train(self, runner: Any) -> None:
@@ -206,7 +207,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         try:
             with saves.collective.stage('preflight'):
                 if saves.collective.rank == 0:
-                    earlier = [BestSave.described_by(*found) for found in saves.manifests_of_extra_targets()]
+                    earlier = [BestSave.described_by(*found) for found in manifests_of_targets(saves.extra_targets)]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
                     # Makes these the scores to beat, and adds this folder to the message hub, for runs resumed later

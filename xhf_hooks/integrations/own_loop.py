@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.background.run_end import RunEnd
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError, TargetError
-from xhf_hooks.format.checksum import crc32
 from xhf_hooks.options import (
     CallOptions,
     CarryBase,
@@ -100,8 +100,6 @@ def save_hf(
                 if collective.rank == 0:
                     _require_no_other_writer(run.newest)
             run.save(Step.of_iteration(number), call_began=began)
-            if collective.rank == 0 and (manifest := run.newest.newest_manifest()) is not None:
-                _KNOWN[path].add(crc32(manifest))
         finally:
             run.close()
     except SharedError:
@@ -114,23 +112,18 @@ def save_hf(
 
 #: By folder: what this process's calls have logged, such as what is saved and how.
 _SAID: dict[Path, set[str]] = {}
-#: By folder: checksums of the manifests of saves that were there at this process's first call, or that its calls made.
-_KNOWN: dict[Path, set[int]] = {}
 
 
 def _require_no_other_writer(target: CheckpointFolder) -> None:
-    """Check that no other process has saved here since the last call: two loops would replace each other's saves.
+    """Check that no other process has saved here since this one did: two loops would replace each other's saves.
 
     The folder is locked only while a call saves, so that a launcher may go on where a notebook began. Runs on: rank 0.
 
     Raises:
         TargetError: One has.
     """
-    manifest = target.newest_manifest()
-    found = None if manifest is None else crc32(manifest)
-    known = _KNOWN.setdefault(target.path, set() if found is None else {found})
-    if found is not None and found not in known:
+    if not RunEnd.knows_newest(target):
         raise TargetError(
-            f'{target.path}: another process has saved here since the last call of save_hf in this one, and a save '
-            f'would replace its save; give one of them another out_dir, or move that save away'
+            f'{target.path}: another process has saved here since this one did, and a save would replace its save; '
+            f'give one of them another out_dir, or move that save away'
         )

@@ -7,7 +7,8 @@ abandon): "Terms" in docs/how-it-works.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.preflight import log_preparations, manifests_of_targets, occasions_of, preflight
+from xhf_hooks.saves.preflight import log_preparations, occasions_of, preflight
 from xhf_hooks.saves.preparation import Preparation
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.save import Saver
@@ -112,7 +113,8 @@ class Run:
         targets = [newest, *extra_targets.values()]
         if unwrapped.engine is not None:
             require_packages('deepspeed')
-        end = RunEnd.begin(targets, info.trainer, options.save_on_signal or (), options.exit_wait_secs, log)
+        end = RunEnd(targets, info.trainer, options.save_on_signal or (), options.exit_wait_secs, log)
+        end.begin()
         try:
             collective = Collective.connect() if collective is None else collective
             end.do_last(collective.close)
@@ -147,7 +149,7 @@ class Run:
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
         # no thread, no signal handler and nothing that an end calls may hold a reference to this object, or to
         # `info.trainer` (such as MMEngine's runner, which has the model)
-        end.close_when_garbage(run)
+        weakref.finalize(run, end.close_in_thread).atexit = False
         return run
 
     @torch.inference_mode(False)  # else ZeRO-3 would leave tensors behind that training cannot use
@@ -179,7 +181,7 @@ class Run:
         try:
             # After SIGTERM and its like, another thread waits for the tasks, then lets the signal take effect. Until
             # then this thread stays here; it goes on only if the user's handler of the signal returns
-            self._end.block_if_process_is_ending()
+            self._end.signals.block_if_process_is_ending()
             if self._end.is_closed:  # on all ranks alike
                 raise self._end.closed_error()
             with self.collective.stage('save'):
@@ -215,7 +217,7 @@ class Run:
             if target is self.newest and self._end.requests is not None:
                 # A signal that came while the save was written is answered by it
                 self._end.requests.mark_answered()
-                self._end.answer_signal()
+                self._end.signals.answer(self._end)
 
     def save_if_requested(self, step: Step, *, vote_now: bool = False, remember_weights: bool = False) -> None:
         """Save if a signal or the clock requested it. Runs on: all ranks, at the same points.
@@ -246,9 +248,9 @@ class Run:
             )
             return
         self.save(step, remember_weights=remember_weights)
-        if self._end.ends_after_save:
+        if self._end.signals.ends_after_save(self._end):
             self.wait_for_background_save()
-            self._end.answer_signal()
+            self._end.signals.answer(self._end)
 
     def poll_background(self) -> None:
         """After an iteration: note a background save that has ended on this rank, and pass on results of ``on_saved``.
@@ -261,7 +263,7 @@ class Run:
         Raises:
             XhfError: The save failed, ``on_error`` is 'raise', and there are no other ranks.
         """
-        self._end.block_if_process_is_ending()
+        self._end.signals.block_if_process_is_ending()
         if self._saving is not None and self._saving.done():
             is_same_on_all_ranks = not self._raises or self.collective.world_size == 1
             if self._saving.exception() is None or is_same_on_all_ranks:
@@ -269,7 +271,7 @@ class Run:
         results = self._after_saves.results
         while results:
             step, numbers = results.popleft()
-            with self._logging_errors(step):
+            with self.log.logging_errors_of_callbacks(step):
                 self._on_result(step, numbers)
 
     def wait_for_background_save(self) -> None:
@@ -363,14 +365,6 @@ class Run:
             has_changed = self._saver.checksum_weights() != self._saved_checksum
         return not self.collective.any(has_changed, 'comparing weights')
 
-    def manifests_of_extra_targets(self) -> list[tuple[bytes, str, str]]:
-        """The saves of earlier runs in the extra targets, which saves of this run will replace. Runs on: rank 0.
-
-        Returns:
-            The manifest of each save, its folder, and the suffix of the target.
-        """
-        return manifests_of_targets(self.extra_targets)
-
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.
 
@@ -384,7 +378,7 @@ class Run:
         self._end.close()
         with contextlib.suppress(Exception):  # of any type: the thread that saves has logged it
             self.wait_for_background_save()
-        self._end.answer_signal()
+        self._end.signals.answer(self._end)
 
     def raise_or_log(self, error: XhfError, what: str) -> None:
         """Raise or log an error, depending on ``on_error``. Rank 0 alone logs what all ranks share."""
@@ -407,7 +401,7 @@ class Run:
             text = str(error) if isinstance(error, XhfError) else f'{type(error).__name__}: {error}'
             self._log_error(error, f'the save of {step.label} in the background failed: {text}')
             return
-        with self._logging_errors(step):
+        with self.log.logging_errors_of_callbacks(step):
             log_save(self.log, committed, whole_path=RunEnd.is_ambiguous(Path(committed.path)))
 
     def _log_error(self, error: BaseException | None, text: str) -> None:
@@ -420,13 +414,5 @@ class Run:
     def _call_frontend(self, committed: CommittedCheckpoint) -> None:
         """Call the frontend for a committed save. Runs on: the thread that trains."""
         self._has_saved = True
-        with self._logging_errors(committed.step):
+        with self.log.logging_errors_of_callbacks(committed.step):
             self._on_committed(committed)
-
-    @contextlib.contextmanager
-    def _logging_errors(self, step: Step) -> Iterator[None]:
-        """Log what fails in this block: the save is good, and other ranks go on."""
-        try:
-            yield
-        except Exception as error:  # of any type, since the user's code may run here, such as a visualizer
-            self.log.error(f'{step.label} is saved, but a callback failed: {type(error).__name__}: {error}')

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from xhf_hooks.background.background_task import BackgroundTask, SaveInFlight
+from xhf_hooks.background.background_task import BackgroundTask
 from xhf_hooks.collective import Collective, Flag
 from xhf_hooks.errors import SharedError
 from xhf_hooks.exporters.model_card import write_model_card
@@ -35,6 +35,7 @@ from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.preparation import Preparation, bucket_nbytes_of, prepare_saves
+from xhf_hooks.saves.save_in_flight import SaveInFlight
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source, source_for

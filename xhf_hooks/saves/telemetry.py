@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.planning.types import CommittedCheckpoint
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.sources.host_memory import MemoryMeter
 
 
@@ -90,6 +91,14 @@ class RunLog(logging.LoggerAdapter):
         """Log a warning about all saves of the run, which is not repeated for each of them."""
         self.warned_before_training.add(message)
         self.warning(message)
+
+    @contextlib.contextmanager
+    def logging_errors_of_callbacks(self, step: Step) -> Iterator[None]:
+        """Log what fails in this block: the save is good, and other ranks go on."""
+        try:
+            yield
+        except Exception as error:  # of any type, since the user's code may run here, such as a visualizer
+            self.error(f'{step.label} is saved, but a callback failed: {type(error).__name__}: {error}')
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f'{self._name}: {msg}', kwargs

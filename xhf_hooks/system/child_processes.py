@@ -33,7 +33,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -45,26 +45,30 @@ _KEY = 'xhf_hooks'
 
 
 class SignalProofChildren:
-    """Children of multiprocessing, started from :meth:`start` to :meth:`close`, survive signals to the process group.
+    """From :meth:`start` to :meth:`close`, started children of multiprocessing survive signals to the process group."""
 
-    Attributes:
-        is_server_older: Whether multiprocessing's fork server was running before: neither it nor its children survive
-            the signals.
-    """
-
-    def __init__(self, inherited: _Inherited, *, is_server_older: bool) -> None:
+    def __init__(self, inherited: _Inherited) -> None:
         self._inherited = inherited
-        self.is_server_older = is_server_older
 
     @classmethod
-    def start(cls, signals: Iterable[signal.Signals]) -> SignalProofChildren:
+    def start(
+        cls, signals: Collection[signal.Signals], warn: Callable[[str], object] = lambda said: None
+    ) -> SignalProofChildren:
         """From now on, children survive these signals.
 
         Args:
             signals: Signals that end a process where nothing handles them.
+            warn: Called if multiprocessing's fork server runs already: neither it nor its children survive.
         """
         inherited, pid = _Inherited.of_this_process(), _fork_server_pid()
-        children = cls(inherited, is_server_older=pid is not None and not inherited.has_started_server(pid))
+        if pid is not None and not inherited.has_started_server(pid):
+            warn(
+                f'save_on_signal: the fork server of multiprocessing runs already. '
+                f'{"/".join(number.name for number in signals)} to the process group of a rank, as torchrun and '
+                f'terminals send it, ends that server and its data loader workers before the save: start no such '
+                f'process before the hook or callback begins'
+            )
+        children = cls(inherited)
         inherited.add(children, {*signals})
         return children
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import math
 import os
@@ -27,6 +29,20 @@ def wait_until(is_over: Callable[[], bool], secs: float = math.inf) -> bool:
     while not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_SECS)
     return is_over()
+
+
+def call_before_exit(function: Callable[[], None]) -> None:
+    """Have a function called when the interpreter begins to exit, while threads can be started.
+
+    ``atexit`` is too late: concurrent.futures has shut all its pools down by then, and asyncio looks up host names in
+    one (CPython: ``_python_exit`` in concurrent/futures/thread.py). Nothing public comes before that. In Python 3.12.0
+    and 3.12.1 no thread can be started then, either.
+    """
+    try:
+        # In reverse order of registration; concurrent.futures, imported above, has registered its own
+        threading._register_atexit(function)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # another Python, or the main thread has already ended
+        atexit.register(function)
 
 
 def lower_priority() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background.background_task import BackgroundTask, SaveInFlight
+from xhf_hooks.background.background_task import BackgroundTask
+from xhf_hooks.saves.save_in_flight import SaveInFlight
 
 
 def nice_value() -> int:

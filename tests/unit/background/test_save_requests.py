@@ -33,7 +33,8 @@ TRAINER = nullcontext()
 
 
 def listening(*signals: str) -> RunEnd:
-    end = RunEnd.begin([], TRAINER, signals, 600, LOG)
+    end = RunEnd([], TRAINER, signals, 600, LOG)
+    end.begin()
     end.listen(None)
     return end
 
@@ -69,7 +70,7 @@ def test_training_goes_on_after_sigusr2(own_handler):
     end = listening('SIGUSR2')
     assert not end.requests.is_due(vote_now=True)
     signal.raise_signal(signal.SIGUSR2)
-    assert len(called) == own_handler and not end.ends_after_save
+    assert len(called) == own_handler and not end.signals.ends_after_save(end)
     assert [end.requests.is_due() for _ in range(3)] == [False, True, False], 'one iteration later'
     end.close()
     assert signal.getsignal(signal.SIGUSR2) is before
@@ -79,21 +80,21 @@ def test_signals_take_their_effect_at_once_where_there_will_be_no_save():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end = listening('SIGINT')
     signal.raise_signal(signal.SIGINT)
-    assert end.ends_after_save
+    assert end.signals.ends_after_save(end)
     end.close()
     with pytest.raises(KeyboardInterrupt):
-        end.answer_signal()
+        end.signals.answer(end)
 
 
 def test_a_signal_to_two_hooks_takes_effect_when_both_have_saved():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ends = [listening('SIGINT'), listening('SIGINT', 'SIGUSR2')]
     signal.raise_signal(signal.SIGINT)
-    ends[0].answer_signal()
-    assert [end.ends_after_save for end in ends] == [False, True]
+    ends[0].signals.answer(ends[0])
+    assert [end.signals.ends_after_save(end) for end in ends] == [False, True]
     ends[0].close()
     with pytest.raises(KeyboardInterrupt):
-        ends[1].answer_signal()
+        ends[1].signals.answer(ends[1])
     ends[1].close()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -108,7 +109,7 @@ def test_process_1_of_a_container_ends_though_signals_do_nothing_there(monkeypat
     run_end = listening('SIGTERM')
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        run_end.answer_signal()
+        run_end.signals.answer(run_end)
     run_end.close()
 
 

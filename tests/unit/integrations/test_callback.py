@@ -11,7 +11,7 @@ from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.checks.stored import runs_in
 from tests.helpers.runs import frontends as doors
-from xhf_hooks import HFCheckpointCallback
+from xhf_hooks import HFCheckpointCallback, save_hf
 from xhf_hooks.background import save_requests
 from xhf_hooks.errors import XhfError
 from xhf_hooks.integrity.manifest import read_manifest
@@ -79,6 +79,17 @@ def test_saves_by_the_clock_and_some_for_good(tmp_path, monkeypatch):
     assert found == {'hf_model': 10, 'hf_model_iter_6': 6, 'hf_model_iter_9': 9}
 
 
+class InterruptAt(TrainerCallback):
+    """Ctrl-C."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise KeyboardInterrupt
+
+
 class Probe(TrainerCallback):
     """Trains another model when two steps are done."""
 
@@ -122,6 +133,20 @@ def test_a_run_that_needs_the_folder_or_signals_of_the_one_that_calls_it_closes_
             f'the save of iter_{step} failed and training goes on: {tmp_path}/outer/hf_model: this run was'
             in caplog.text
         )
+
+
+def test_save_hf_after_training_was_interrupted_and_training_after_that(tmp_path, caplog):
+    """The cells of a notebook, all with one folder."""
+    with doors.fresh_accelerate():
+        interrupted = doors.make_trainer(tmp_path, {}, InterruptAt(2), ddp_backend=None)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.train()
+        save_hf(interrupted.model, tmp_path / 'hf_model', step=2)
+        assert assert_whole(tmp_path / 'hf_model') == 2
+        assert 'an earlier run was interrupted and is now closed' in caplog.text
+        doors.make_trainer(tmp_path, {}, ddp_backend=None).train()
+        save_hf(interrupted.model, tmp_path / 'hf_model', step=9)
+    assert assert_whole(tmp_path / 'hf_model') == 9
 
 
 @pytest.mark.parametrize('is_named', [True, False])
