@@ -71,7 +71,7 @@ class Collective:
         self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
-        self._is_reused = False
+        self._is_shared = False
         self._meeting = ''  # the store's prefix under which ranks met, new at each connection
         self._n_ensured = 0  # calls of ensure_connected()
 
@@ -93,17 +93,17 @@ class Collective:
         return collective
 
     @classmethod
-    def reused(cls) -> Collective:
-        """The collective of this process's default group: created by the first call, reused until that group ends.
+    def shared(cls) -> Collective:
+        """The collective of this process's default group: created by the first call, shared until that group ends.
 
         Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.connect()
-        found = _REUSED.get(dist.group.WORLD)
+        found = _SHARED.get(dist.group.WORLD)
         if found is None:
-            found = _REUSED[dist.group.WORLD] = cls.connect()
-            found._is_reused = True
+            found = _SHARED[dist.group.WORLD] = cls.connect()
+            found._is_shared = True
         else:
             found.ensure_connected()
         return found
@@ -149,8 +149,8 @@ class Collective:
             raise RankLostError(
                 f'rank {self.rank} lost contact with the other ranks, and could not connect again: {error}'
             ) from error
-        if self._is_reused and dist.group.WORLD is not None:
-            _REUSED[dist.group.WORLD] = self
+        if self._is_shared and dist.group.WORLD is not None:
+            _SHARED[dist.group.WORLD] = self
 
     def raise_if_any_failed(self, stage: str) -> None:
         """Raise the same error on every rank if any rank remembers one. Runs on: all ranks.
@@ -159,9 +159,9 @@ class Collective:
             AgreedError: Some rank failed.
             RankLostError: A rank did not answer.
         """
-        self.any(False, stage)
+        self.vote_any(False, stage)
 
-    def any(self, flag: bool, stage: str = 'exchange') -> bool:
+    def vote_any(self, flag: bool, stage: str = 'exchange') -> bool:
         """Whether the flag is set on any rank. It is also a vote, with the errors of :meth:`raise_if_any_failed`."""
         own, self._remembered = self._remembered, None
         vote = _FAILED if own is not None else int(flag)
@@ -200,7 +200,7 @@ class Collective:
             raise
         except Exception as error:  # of any type: every rank must learn of it
             self._remembered = self._remembered or (name, error)
-        flag.is_set = self.any(flag.is_set, name)
+        flag.is_set = self.vote_any(flag.is_set, name)
 
     def wait(self, stage: str) -> None:
         """A barrier of log2(N) steps, without a vote. Runs on: all ranks."""
@@ -213,7 +213,7 @@ class Collective:
     def start_maxima(self, numbers: Sequence[int], stage: str) -> Callable[[], list[int]]:
         """Begin to find the largest of all ranks' first numbers, second numbers, and so on. Runs on: all ranks.
 
-        Only one may be in flight. Errors that ranks remember are not exchanged, unlike by :meth:`any`.
+        Only one may be in flight. Errors that ranks remember are not exchanged, unlike by :meth:`vote_any`.
 
         Args:
             numbers: From 0 to 255, as many on all ranks.
@@ -300,12 +300,12 @@ class Collective:
         return _find_store(f'xhf_hooks/{name}') if self.world_size > 1 else None
 
     def close(self) -> None:
-        """Destroy the group; a reused one stays open. Waits for no rank: those that still wait for this one fail."""
-        if not self._is_reused:
+        """Destroy the group; a shared one stays open. Waits for no rank: those that still wait for this one fail."""
+        if not self._is_shared:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close all connections, even reused ones, so that ranks waiting for this one fail at once.
+        """Close all connections, even shared ones, so that ranks waiting for this one fail at once.
 
         Runs on: a rank that leaves in the middle with an error that the other ranks do not know.
         """
@@ -320,8 +320,8 @@ class Collective:
             with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
                 dist.destroy_process_group(group)
             del group, backend  # in this order
-        if self._is_reused and dist.group.WORLD is not None:
-            _REUSED.pop(dist.group.WORLD, None)
+        if self._is_shared and dist.group.WORLD is not None:
+            _SHARED.pop(dist.group.WORLD, None)
 
     def _all_reduce(self, values: np.ndarray, operation: str, stage: str) -> np.ndarray:
         if self.world_size == 1 or values.size == 0:
@@ -406,5 +406,5 @@ def _find_store(prefix: str) -> dist.Store | None:
         return None
 
 
-#: Made by :meth:`Collective.reused`; kept as long as the process group exists.
-_REUSED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
+#: Made by :meth:`Collective.shared`; kept as long as the process group exists.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()

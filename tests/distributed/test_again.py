@@ -49,7 +49,7 @@ def slow_disk(write_secs: float = WRITE_SECS) -> Iterator[None]:
 
 def groups() -> int:
     """How many process groups this process has, with the one that calls of ``save_hf`` share. Runs on: all ranks."""
-    Collective.reused()
+    Collective.shared()
     return len(dist.distributed_c10d._world.pg_map)
 
 

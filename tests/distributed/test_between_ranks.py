@@ -122,7 +122,7 @@ def count_agreements(root: Path) -> dict[str, list[tuple[str, int, int, int]]]:
     for road, module, name in (('gather', read, 'made_from'), ('send', send, '_fill')):
         are_sent = WriteStrategy.reads_slices if road == 'send' else False
         with (
-            mock.patch.object(Collective, 'any', noting(agreed, Collective.any)),
+            mock.patch.object(Collective, 'vote_any', noting(agreed, Collective.vote_any)),
             mock.patch.object(Collective, 'post', noting(collectives, Collective.post)),
             mock.patch.object(Zero3Source, 'gathered', noting(collectives, Zero3Source.gathered)),
             mock.patch.object(module, name, noting(made, getattr(module, name))),
@@ -208,13 +208,13 @@ def agreements_of_many_ranks() -> dict[str, Any]:
 
     with mock.patch.object(collective, '_RING_RANKS', 1), mock.patch.object(dist, 'isend', count):
         for rank in range(ranks.world_size):
-            found[f'flag of {rank}'] = ranks.any(ranks.rank == rank)
+            found[f'flag of {rank}'] = ranks.vote_any(ranks.rank == rank)
             with ranks.remembering('write'):
                 if ranks.rank == rank:
                     raise OSError(5, 'injected')
             found[f'error of {rank}'] = error_of(ranks.raise_if_any_failed, 'write')
         steps.clear()
-        found['nobody'] = ranks.any(False)
+        found['nobody'] = ranks.vote_any(False)
         found['steps'] = len(steps)
     ranks.close()
     return found

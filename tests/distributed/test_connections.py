@@ -99,13 +99,13 @@ def test_a_broken_connection_is_made_again_at_the_next_save_and_training_goes_on
 
 def lose_in_the_middle(folder: Path) -> list[str]:
     """The connection of one rank breaks, which only that rank has noticed. Runs on: all ranks."""
-    ranks = Collective.reused()
+    ranks = Collective.shared()
     assert not ranks.ensure_connected()
     dist.barrier()
     if dist.get_rank() == 1:
         ranks.abandon()
     path = save_hf(odd_llama(), folder).path
-    return [path.name, *Collective.reused().from_all_ranks('exchange', lambda: 'here')]
+    return [path.name, *Collective.shared().from_all_ranks('exchange', lambda: 'here')]
 
 
 def test_a_break_that_one_rank_has_noticed_is_mended_on_all(tmp_path):

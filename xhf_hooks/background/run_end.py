@@ -207,7 +207,7 @@ class RunEnd:
         Raises:
             SharedError: A rank failed, or did not take part.
         """
-        while collective.any(not self.wait(_WAIT_SECS), 'finish'):
+        while collective.vote_any(not self.wait(_WAIT_SECS), 'finish'):
             pass
 
     def wait_before_exit(self) -> None:

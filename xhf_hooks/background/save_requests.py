@@ -112,7 +112,7 @@ class SaveRequests:
         Raises:
             RankLostError: Ranks could not connect.
         """
-        if not collective.any(not self._ranks.is_connected, 'save_on_signal'):
+        if not collective.vote_any(not self._ranks.is_connected, 'save_on_signal'):
             return False
         self._answer, self._n_until_vote = None, 0
         self._ranks.reconnect()

@@ -37,7 +37,7 @@ class HFCheckpointHook(RunFrontend, Hook):
     """Saves the model as a Hugging Face folder during training, at any DeepSpeed ZeRO stage.
 
     Before the first step it plans a save from metadata and raises an error if the save could not work. If a save fails
-    later, the error is logged and training goes on (``on_error``). The property ``saves`` (the open :class:`.Run`; an
+    later, the error is logged and training goes on (``on_error``). The property ``run`` (the open :class:`.Run`; an
     error if training has not begun) and ``close`` come from :class:`.RunFrontend`.
 
     Examples:
@@ -96,7 +96,7 @@ class HFCheckpointHook(RunFrontend, Hook):
             is_resumed=runner.iter > 0,
             extra_suffixes=[] if self._best is None else self._best.suffixes(),
         )
-        self._saves = Run.open(
+        self._run = Run.open(
             unwrapped,
             info,
             options,
@@ -113,38 +113,38 @@ class HFCheckpointHook(RunFrontend, Hook):
 
     def _warn_about_starting_weights(self, model: nn.Module, cfg: Mapping[str, Any]) -> None:
         """Tell of an adapter that is saved without weights that the config loads over the base. Runs on: all ranks."""
-        saves, preparation = self.saves, self.saves.preparation
-        if saves.collective.rank or not any(file.is_of_adapter for file in preparation.plan.files):
+        run, preparation = self.run, self.run.preparation
+        if run.collective.rank or not any(file.is_of_adapter for file in preparation.plan.files):
             return
         starting_weights = StartingWeights.find(model, checkpoints_loaded_over(RunConfig('the config', cfg)))
         for note in starting_weights.notes_on_adapters(model, preparation.exporter.base_model.name):
-            saves.log.warning(note)
+            run.log.warning(note)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         step = Step.of_iteration(runner.iter + 1)
-        self.saves.poll_background()
+        self.run.poll_background()
         schedule = self._schedule
         if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
-            self.saves.save(step)
-        self.saves.save_if_requested(step)
+            self.run.save(step)
+        self.run.save_if_requested(step)
 
     def after_train_epoch(self, runner: Any) -> None:
         schedule = self._schedule
         if schedule.by_epoch and self.every_n_epochs(runner, schedule.interval, schedule.save_begin):
-            self.saves.save(self._step(runner, runner.epoch + 1))
+            self.run.save(self._step(runner, runner.epoch + 1))
 
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        if self._saves is None:  # a validation without training
+        if self._run is None:  # a validation without training
             return
         if self._best is not None:
             self._save_if_best(self._best, runner, metrics or {})
-        self.saves.save_if_requested(Step.of_iteration(runner.iter), vote_now=True)
+        self.run.save_if_requested(Step.of_iteration(runner.iter), vote_now=True)
 
     def after_train(self, runner: Any) -> None:
         try:
-            self.saves.finish(self._step(runner, runner.epoch))
+            self.run.finish(self._step(runner, runner.epoch))
         finally:
             self.close()
 
@@ -160,42 +160,42 @@ class HFCheckpointHook(RunFrontend, Hook):
             AgreedError: The first validation cannot be compared, for example since it lacks the metric. Raised even
                 with ``on_error='continue'``, as CheckpointHook does.
         """
-        saves = self.saves
+        run = self.run
 
         def compare() -> list[tuple[str, float, str, dict[str, Any]]]:
             if not metrics:
-                saves.log.warning('save_best: this validation has no results to compare')
+                run.log.warning('save_best: this validation has no results to compare')
                 return []
-            improved = best.improved(metrics, runner.message_hub, saves.log.warning)
+            improved = best.improved(metrics, runner.message_hub, run.log.warning)
             return [
                 (metric, score, best.suffix(metric), best.manifest_fields(metric, score))
                 for metric, score in improved.items()
             ]
 
-        if saves.saving_to not in (None, saves.newest):
+        if run.saving_to not in (None, run.newest):
             # A best save is in flight: its score is remembered after its commit, before new scores are compared
-            saves.wait_for_background_save()
+            run.wait_for_background_save()
         try:
-            with saves.collective.stage('comparing scores'):
-                saves.ensure_connected()
-            improved = saves.collective.from_rank0('comparing scores', compare)
+            with run.collective.stage('comparing scores'):
+                run.ensure_connected()
+            improved = run.collective.from_rank0('comparing scores', compare)
         except XhfError as error:
             if isinstance(error, AgreedError) and not self._has_compared:
                 raise
-            saves.raise_or_log(error, 'comparing scores')
+            run.raise_or_log(error, 'comparing scores')
             return
         self._has_compared = True
         for metric, score, suffix, manifest_fields in improved:
-            target = saves.extra_targets[suffix]
+            target = run.extra_targets[suffix]
             self._scores[target.name] = metric, score
-            saves.save(Step.of_iteration(runner.iter), target, manifest_fields=manifest_fields)
+            run.save(Step.of_iteration(runner.iter), target, manifest_fields=manifest_fields)
 
     def _note_committed(self, runner: Any, committed: CommittedCheckpoint) -> None:
         """Record the score of a best save, and show the cost of any save to MMEngine's visualizer."""
         if self._best is not None and committed.target_name in self._scores:
             metric, score = self._scores.pop(committed.target_name)
             self._best.remember(metric, score, runner.message_hub)
-            self.saves.log.info(f'best {metric} so far, {score:.4f}')
+            self.run.log.info(f'best {metric} so far, {score:.4f}')
         self._visualize(runner, committed.step, scalars(committed))
 
     def _learn_of_best(self, best: BestMetric, message_hub: MessageHub) -> None:
@@ -203,22 +203,22 @@ class HFCheckpointHook(RunFrontend, Hook):
 
         MMEngine's checkpoint holds a best score, too (in the message hub), but may be older than the best save.
         """
-        saves = self.saves
+        run = self.run
         try:
-            with saves.collective.stage('preflight'):
-                if saves.collective.rank == 0:
-                    earlier = [BestSave.described_by(*found) for found in manifests_of_targets(saves.extra_targets)]
+            with run.collective.stage('preflight'):
+                if run.collective.rank == 0:
+                    earlier = [BestSave.described_by(*found) for found in manifests_of_targets(run.extra_targets)]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
                     # Makes these the scores to beat, and adds this folder to the message hub, for runs resumed later
-                    for line in best.take_over_scores(saves.newest.path, earlier, message_hub):
-                        saves.log.info(line)
+                    for line in best.take_over_scores(run.newest.path, earlier, message_hub):
+                        run.log.info(line)
         except XhfError:
             self.close()
             raise
 
     def _visualize(self, runner: Any, step: Step, numbers: Mapping[str, float]) -> None:
-        if self.saves.collective.rank == 0:
+        if self.run.collective.rank == 0:
             runner.visualizer.add_scalars(dict(numbers), step=step.iteration)
 
     def _step(self, runner: Any, epochs: int) -> Step:

@@ -87,7 +87,7 @@ def save_hf(
     )
     number, path = options.step or 0, path.absolute()
     committed: list[CommittedCheckpoint] = []
-    collective = Collective.reused()  # connects to all ranks at the first call
+    collective = Collective.shared()  # connects to all ranks at the first call
     said = _SAID.setdefault(path, set())
     log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0, said=said)
     try:

@@ -72,7 +72,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
             trial = state.trial_name or collective.from_rank0('preflight', partial(_make_trial_folder, out_dir.parent))
             out_dir = out_dir.parent / trial / out_dir.name
             options.upload_to = None if options.upload_to is None else f'{options.upload_to}/{trial}'
-        self._saves = Run.open(
+        self._run = Run.open(
             _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             RunInfo(
                 out_dir,
@@ -90,15 +90,15 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
         )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.saves.poll_background()
+        self.run.poll_background()
         every = self.options.save_steps or state.save_steps
         if self.options.save_strategy == 'steps' and state.global_step % every == 0:
             self._save(args, state, control)
-        self.saves.save_if_requested(_step(state), remember_weights=_may_reload(args, control))
+        self.run.save_if_requested(_step(state), remember_weights=_may_reload(args, control))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._saves is not None:
-            self._saves.save_if_requested(_step(state), vote_now=True, remember_weights=_may_reload(args, control))
+        if self._run is not None:
+            self._run.save_if_requested(_step(state), vote_now=True, remember_weights=_may_reload(args, control))
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.options.save_strategy == 'epoch':
@@ -110,14 +110,14 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         try:
-            self.saves.finish(_step(state), reloaded_step=_reloaded_step(args, state))
+            self.run.finish(_step(state), reloaded_step=_reloaded_step(args, state))
         finally:
             self.close()
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: Any, *, is_best: bool = False) -> None:
-        target = self.saves.extra_targets['best'] if is_best else None
+        target = self.run.extra_targets['best'] if is_best else None
         fields = _describe_best(args, state) if is_best else None
-        self.saves.save(_step(state), target, manifest_fields=fields, remember_weights=_may_reload(args, control))
+        self.run.save(_step(state), target, manifest_fields=fields, remember_weights=_may_reload(args, control))
 
     def _saves_best(self, args: TrainingArguments) -> bool:
         """Whether this callback saves when Trainer does, and Trainer saves each new best model."""
@@ -130,11 +130,11 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
         """
         improved, self._saved_best_metric = state.best_metric != self._saved_best_metric, state.best_metric
         try:
-            with self.saves.collective.stage('comparing scores'):
-                self.saves.ensure_connected()
-            return self.saves.collective.from_rank0('comparing scores', lambda: improved)
+            with self.run.collective.stage('comparing scores'):
+                self.run.ensure_connected()
+            return self.run.collective.from_rank0('comparing scores', lambda: improved)
         except XhfError as error:
-            self.saves.raise_or_log(error, 'comparing scores')
+            self.run.raise_or_log(error, 'comparing scores')
             return False
 
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:

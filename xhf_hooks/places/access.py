@@ -35,7 +35,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
     """
     wanted = WriteStrategy.POSITIONAL if option == 'auto' else WriteStrategy(option)
     paths, folder_of_rank0 = {folder}, collective.from_rank0('preflight', lambda: folder)
-    if collective.any(folder != folder_of_rank0, 'preflight'):
+    if collective.vote_any(folder != folder_of_rank0, 'preflight'):
         paths = {*collective.from_all_ranks('preflight', lambda: folder)}
     elif not wanted.all_ranks_write:
         collective.from_rank0('preflight', lambda: _write_probe(folder)[0].unlink())
@@ -75,7 +75,7 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
         OutputFile.open(probe, identity).close()
     except (OSError, TargetError):
         is_missed = True
-    is_missed = collective.any(is_missed, 'preflight')
+    is_missed = collective.vote_any(is_missed, 'preflight')
     with collective.stage('preflight'):
         if collective.rank == 0:
             with contextlib.suppress(OSError):  # the next run removes it

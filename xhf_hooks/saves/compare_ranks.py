@@ -22,7 +22,7 @@ def require_same(collective: Collective, what: str, digest: str, describe: Calla
         AgreedError: A rank failed.
     """
     expected_digest = collective.from_rank0(what, lambda: digest)
-    if not collective.any(digest != expected_digest, what):
+    if not collective.vote_any(digest != expected_digest, what):
         return
     # Of many lines on very many ranks, nothing but checksums of rank 0's lines and one line of each side travel
     with collective.stage(what):

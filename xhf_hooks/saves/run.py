@@ -97,7 +97,7 @@ class Run:
             on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
                 command of ``on_saved`` printed for it.
             collective: Connects the ranks; closed with this run. ``save_hf`` gives the one that all its calls share
-                (:meth:`.Collective.reused`), whose ``close`` does nothing. None connects the ranks anew.
+                (:meth:`.Collective.shared`), whose ``close`` does nothing. None connects the ranks anew.
 
         Raises:
             XhfError: Saves will not work; the same on every rank.
@@ -141,7 +141,7 @@ class Run:
             preflight(saver, targets, base_dirs_of(unwrapped.model), after_saves.uploads, info)
             run = cls(saver, newest, extra_targets, options, end, after_saves, on_committed, on_result)
             end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
-            with collective.stage('preflight'):
+            with collective.stage('log preparations'):
                 log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
         except BaseException:
             end.close()
@@ -184,13 +184,13 @@ class Run:
             self._end.signals.block_if_process_is_ending()
             if self._end.is_closed:  # on all ranks alike
                 raise self._end.closed_error()
-            with self.collective.stage('save'):
+            with self.collective.stage('connect'):
                 self.ensure_connected()
                 self.wait_for_background_save()  # here all ranks learn whether it failed
                 self._warn_if_reconnected(self._saver.ensure_connected())
             if target is self.newest and self._is_saved(step):
                 return  # the clock, a signal, a schedule and the trainer may ask for the same iteration
-            with self.collective.stage('save'):
+            with self.collective.stage('begin'):
                 # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
                 # and the user's handler may have let the process live on: count anew
                 self._end.reset_wait_deadline()
@@ -236,7 +236,7 @@ class Run:
             return
         try:
             if vote_now:
-                with self.collective.stage('save_on_signal'):
+                with self.collective.stage('connect before a vote'):
                     self.ensure_connected()
             if not requests.is_due(vote_now=vote_now):
                 return
@@ -312,7 +312,7 @@ class Run:
             self.save(step)  # whose error says that no save can be made
             return
         try:
-            with self.collective.stage('finish'):
+            with self.collective.stage('connect at the end'):
                 self.ensure_connected()
             # Trainer knows its best checkpoint only on hosts that see that folder
             reloaded_step = self.collective.from_rank0('finish', lambda: reloaded_step)
@@ -363,7 +363,7 @@ class Run:
         # An error may be of one rank alone. It counts as a change: then all ranks vote, save, and get it from the save
         with contextlib.suppress(Exception):
             has_changed = self._saver.checksum_weights() != self._saved_checksum
-        return not self.collective.any(has_changed, 'comparing weights')
+        return not self.collective.vote_any(has_changed, 'comparing weights')
 
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from xhf_hooks.background.background_task import BackgroundTask
-from xhf_hooks.collective import Collective, Flag
+from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.options import SaveOptions
@@ -120,8 +120,8 @@ class Saver:
             writer = Writer.start(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
-        saver = cls(unwrapped, options, collective, log, strategy, after_commit, source, prepared, writer, background)
-        saver.background_collective = background_collective
+        how = (strategy, after_commit, source, prepared, writer, background, background_collective)
+        saver = cls(unwrapped, options, collective, log, *how)
         # A run that is never closed ends its thread when it is garbage (see also the end of Run.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
@@ -168,7 +168,7 @@ class Saver:
         Raises:
             SharedError: A rank failed, or ranks hold different models. The previous checkpoint is untouched.
         """
-        with self.collective.stage('save'):
+        with self.collective.stage('plan and compare'):
             save = self._begin(target, step, manifest_fields or {}, call_began)
         return save.write_and_commit()
 
@@ -193,7 +193,7 @@ class Saver:
         Raises:
             SharedError: A rank failed while copying, or ranks hold different models; nothing runs in the background.
         """
-        with self.collective.stage('save'):
+        with self.collective.stage('plan, compare and copy'):
             if self.background is None or self.background_collective is None:
                 raise ValueError('expected a Saver that was prepared with in_background=True')
             save = self._begin(target, step, manifest_fields or {})
@@ -246,7 +246,7 @@ class Saver:
         self.source = source_for(self.unwrapped.root)
         warn_of_left_out(self.log, self.preparation.exporter, self.unwrapped.root)
         is_outdated = self.source.specs() != self.preparation.specs or self.preparation.exporter.is_outdated()
-        if self.collective.any(is_outdated, 'plan'):
+        if self.collective.vote_any(is_outdated, 'plan'):
             in_background = self.background is not None
             self.preparation = prepare_saves(
                 self.unwrapped, self.source, self.options, self.strategy, self.collective, self.log, in_background
@@ -278,7 +278,8 @@ class Save:
         self._step = step
         self._manifest_fields = manifest_fields
         self._clock = clock
-        self._collective = saver.collective
+        self._collective = saver.collective  # of the thread that trains
+        self._writing_collective = saver.collective  # of the thread that writes and commits
         self._chunks = live_chunks(saver.plan, saver.source, saver.collective)  # a generator: nothing is read yet
         self._warnings: list[str] = []
         self._peak_nbytes = 0
@@ -290,7 +291,8 @@ class Save:
             SharedError: A rank failed, or ranks hold different models.
         """
         saver = self._saver
-        with self._stage('compare'):
+        self._clock.begin('compare')
+        with self._collective.stage('compare'):
             saver.source.require_masters_match_weights(saver.plan.reads)
             specs = [spec for spec in saver.plan.reads if not spec.from_master]
             require_equal(saver.source, specs, self._collective)
@@ -304,13 +306,14 @@ class Save:
         Raises:
             AgreedError: A rank failed.
         """
-        with self._stage('snapshot'):
+        self._clock.begin('snapshot')
+        with self._collective.stage('copy'):
             snapshot = Snapshot.take(self._saver.plan, self._saver.source, memory, self._collective)
             self._chunks = snapshot.chunks(background_collective)
             self._clock.meter.sample()  # memory, with the copy in it
         # The background thread begins with 'staging'. Until it runs, its wait counts as time of that stage
         self._clock.begin('staging')
-        self._collective = background_collective
+        self._writing_collective = background_collective
         self.in_background = True
         self._clock.training_goes_on()
 
@@ -320,10 +323,10 @@ class Save:
         Raises:
             SharedError: A rank failed. The previous checkpoint is untouched.
         """
-        with self._collective.stage('save'):
+        with self._writing_collective.stage('save'):
             try:
                 self._clock.begin('staging')
-                staging, files = self._collective.from_rank0('staging', self._open_staging)
+                staging, files = self._writing_collective.from_rank0('staging', self._open_staging)
                 tally = self._write(staging, files)
                 self._add_up(tally)
                 committed, name_was_taken = self._commit(tally)
@@ -333,24 +336,16 @@ class Save:
                     with suppress(Exception):  # of any type: the next save removes what is left
                         clean_up()
         try:
-            with self._collective.stage('after the commit'):
+            with self._writing_collective.stage('after the commit'):
                 if name_was_taken:  # by foreign files: all ranks have this flag, but only rank 0 has the new path
-                    path = self._collective.from_rank0('after the commit', lambda: committed.path)
+                    path = self._writing_collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
-                self._saver.after_commit(self._target, self._step, self._collective)
+                self._saver.after_commit(self._target, self._step, self._writing_collective)
         except SharedError as error:
             warning = f'{self._step.label} is saved, but its upload and on_saved were not begun: {error}'
             return replace(committed, warnings=(*committed.warnings, warning))
         return committed
-
-    def _stage(self, name: str) -> AbstractContextManager[Flag]:
-        """A block whose errors all ranks raise. The clock counts this block, and what follows it, as this stage.
-
-        The flag that it yields is set on all ranks after the vote if one rank has set it.
-        """
-        self._clock.begin(name)
-        return self._collective.stage(name)
 
     def _open_staging(self) -> tuple[str, dict[str, FileIdentity]]:
         """Make the staging folder; returns its name, and the files that ranks write into. Runs on: rank 0."""
@@ -365,13 +360,14 @@ class Save:
 
     def _write(self, staging: str, files: Mapping[str, FileIdentity]) -> Tally:
         """Write this rank's part; returns the tally of that part."""
-        saver, collective = self._saver, self._collective
-        with self._stage('write'):  # ends with a vote: no rank gathers if another cannot write
+        saver, collective = self._saver, self._writing_collective
+        self._clock.begin('write')
+        with collective.stage('open files'):  # ends with a vote: no rank gathers if another cannot write
             folder = self._target.path.with_name(staging)  # hosts may mount the file system elsewhere
             saver.writer.open(saver.plan, folder, files)
             n_writers = collective.world_size if saver.strategy.all_ranks_write else 1
             progress = Progress(saver.log, self._step.label, saver.plan.nbytes // n_writers)
-        with self._stage('write'), closing(self._chunks) as chunks:
+        with collective.stage('write'), closing(self._chunks) as chunks:
             for chunk in chunks:
                 with collective.remembering('write'):
                     self._clock.meter.sample()  # peak: source tensor + converted chunk + chunks queued for the disk
@@ -384,7 +380,7 @@ class Save:
     def _add_up(self, tally: Tally) -> None:
         """Reduce the tally over all ranks, in place."""
         self._clock.begin('tally')
-        tally.sums, tally.checksums, peak_nbytes = self._collective.reduce_over_ranks(
+        tally.sums, tally.checksums, peak_nbytes = self._writing_collective.reduce_over_ranks(
             'tally',
             lambda: (tally.sums, tally.checksums, np.array([self._clock.meter.peak_extra_nbytes])),
             # BXOR: of the CRC-32s of slices, advanced past the bytes that follow (Tally.add), it gives the tensor's
@@ -394,14 +390,15 @@ class Save:
 
     def _commit(self, tally: Tally) -> tuple[CommittedCheckpoint, bool]:
         """Commit on rank 0, once no other rank can fail. Also returns whether foreign files have taken the name."""
-        saver, target, is_rank0 = self._saver, self._target, self._collective.rank == 0
-        with self._stage('commit'):  # ends with a vote: nothing is committed if a rank fails in it
+        saver, target, is_rank0 = self._saver, self._target, self._writing_collective.rank == 0
+        self._clock.begin('commit')
+        with self._writing_collective.stage('describe'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
             written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, target.name, self._step, self._cost(), warnings)
         path = target.path
-        with self._stage('commit') as name_was_taken, errors_naming(target.path):
+        with self._writing_collective.stage('commit') as name_was_taken, errors_naming(target.path):
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
                 # for this save; then no thread can be started
