@@ -225,10 +225,12 @@ def runs_here(launch: Launch) -> bool:
 def _loads_in_4_bits() -> bool:
     """Tells whether transformers loads 4-bit weights beside the accelerate and bitsandbytes that are installed.
 
-    4.36 quantizes on a GPU only. A newer accelerate asks for the version of bitsandbytes and moves a 4-bit model to its
-    device, which transformers before 4.43 refuses.
+    transformers 4.36, and bitsandbytes before 0.46, quantize on a GPU only. A newer accelerate asks for the version of
+    bitsandbytes and moves a 4-bit model to its device, which transformers before 4.43 refuses.
     """
     if find_spec('transformers.quantizers') is None:
+        return False
+    if not list(Path(find_spec('bitsandbytes').origin).parent.glob('backends/cpu')):
         return False
     if 'min_version' not in inspect.getsource(accelerate.dispatch_model):
         return True
