@@ -26,6 +26,7 @@ from xhf_hooks.exporters.find_model import (
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.loading_check import load_empty_adapter, loading_not_checked, require_none
 from xhf_hooks.exporters.lora_merge import require_lora
+from xhf_hooks.exporters.model_card import name_base_in_card
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
 from xhf_hooks.format.text import counted, error_text
@@ -193,6 +194,7 @@ class AdapterExporter(Exporter):
 
     def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
         self._peft_model.create_or_update_model_card(str(folder))
+        name_base_in_card(folder, self.base_model)
         config = self._config
         if config.base_model_name_or_path is None:  # as in peft's save_pretrained
             config.base_model_name_or_path = self._model.__dict__.get('name_or_path') or None

@@ -80,6 +80,29 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     (folder / CARD_NAME).write_text('\n'.join([*lines, '']), encoding='utf-8')
 
 
+def name_base_in_card(folder: Path, base: LocatedBase) -> None:
+    """Name the base in a card that peft has written as in our own: by its name on the Hub, or not at all.
+
+    peft writes what the model was loaded from, also a path, which the Hub refuses, and which reveals the machine's
+    folders. Runs on: rank 0.
+    """
+    from huggingface_hub import ModelCard
+
+    card, name = ModelCard.load(folder / CARD_NAME), _find_hub_name(base)
+    written = card.data.to_dict().get('base_model')
+    if not written or written == name:  # '': it was not loaded from anything
+        return
+    card.data.base_model = name
+    tags = card.data.tags or []
+    if name is None:
+        card.data.tags = [tag for tag in tags if not tag.startswith('base_model:')]
+    else:
+        card.data.tags = [
+            tag.removesuffix(str(written)) + name if tag.startswith('base_model:') else tag for tag in tags
+        ]
+    card.save(folder / CARD_NAME)
+
+
 def _lines_for_transformers(folder: Path, model_class: str, has_code: bool) -> list[str]:
     trust = ', trust_remote_code=True' if has_code else ''
     classes = {'model': model_class}
@@ -121,7 +144,8 @@ def _find_hub_name(base: LocatedBase) -> str | None:
 
     if base.folder is not None and base.folder.parent.name == 'snapshots':  # models--OWNER--NAME/snapshots/REVISION
         repository = base.folder.parents[1].name
-        return repository.removeprefix('models--').replace('--', '/') if base.is_path else base.name
+        if repository.startswith('models--'):
+            return repository.removeprefix('models--').replace('--', '/') if base.is_path else base.name
     if base.folder is not None or '/' not in base.name:  # a name without owner may as well be a folder that is gone
         return None
     try:

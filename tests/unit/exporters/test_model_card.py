@@ -96,6 +96,15 @@ def test_the_name_on_the_hub_of_a_base_in_its_cache(tmp_path, is_named):
     assert 'after epoch 2, iteration 32 of training' in card_of(folder).text
 
 
+@pytest.mark.parametrize('parent', ['experiment', 'models'])
+def test_a_folder_of_snapshots_that_is_no_hub_cache(tmp_path, parent):
+    """As experiments of one's own are called, too."""
+    base = tmp_path / parent / 'snapshots' / 'epoch_3'
+    folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
+    write_model_card(folder, LocatedBase(str(base), base, is_path=True), STEP)
+    assert 'base_model' not in fields_of(folder) and parent not in card_of(folder).text
+
+
 @pytest.mark.parametrize(
     ('name', 'expected'),
     [('owner/name', 'owner/name'), ('base', None), ('/gone/base', None), ('a/b/c', None), ('', None)],
@@ -154,6 +163,35 @@ def test_an_adapter_has_that_of_peft_and_a_merged_model_ours(tmp_path):
     committed = save_hf(adapted('llama'), tmp_path / 'hf_model', lora='both')
     assert fields_of(committed.path / 'adapter')['library_name'] == 'peft'
     assert fields_of(committed.path)['library_name'] == 'transformers'
+
+
+@pytest.mark.parametrize('lora', ['adapter', 'both'])
+@pytest.mark.parametrize(
+    ('loaded_from', 'expected'),
+    [
+        ('private/my-base', None),
+        ('hub/models--owner--a-base/snapshots/abc', 'owner/a-base'),
+        ('owner/not-on-this-machine', 'owner/not-on-this-machine'),
+    ],
+)
+def test_the_card_of_an_adapter_names_its_base_as_ours_does(tmp_path, monkeypatch, loaded_from, expected, lora):
+    """peft's has what the model was loaded from, which may be a path: the Hub refuses that."""
+    monkeypatch.chdir(tmp_path)
+    model = adapted('llama')
+    if 'not-on' not in loaded_from:
+        loaded_from = str(save_model('llama', tmp_path / loaded_from))
+    model.get_base_model().config._name_or_path = model.get_base_model().name_or_path = loaded_from
+    model.peft_config['default'].base_model_name_or_path = loaded_from
+    model.create_or_update_model_card(str(tmp_path))
+    theirs = fields_of(tmp_path)
+    assert theirs.pop('base_model') == loaded_from
+    committed = save_hf(model, tmp_path / 'hf_model', lora=lora)
+    path = committed.path / 'adapter' if lora == 'both' else committed.path
+    found = fields_of(path)
+    assert found.pop('base_model', None) == expected
+    tags = [tag.replace(loaded_from, expected) if expected else tag for tag in theirs.pop('tags')]
+    assert found.pop('tags') == [tag for tag in tags if expected or not tag.startswith('base_model:')]
+    assert found == theirs and str(tmp_path) not in (path / 'README.md').read_text()
 
 
 def test_the_converter_writes_the_same(tmp_path):
