@@ -86,11 +86,14 @@ def saved(tmp_path_factory):
 def test_adapter_is_pefts_file(saved, case):
     read, trained = check(saved, case)[0]
     assert read == trained  # nothing of the base
-    for name in ('adapter_model.safetensors', 'README.md'):
-        expected = (saved.root / case / 'expected_adapter' / name).read_bytes()
-        assert (saved.root / case / 'adapter' / name).read_bytes() == expected
-        if case not in UNMERGEABLE:
-            assert (saved.root / case / 'both' / 'adapter' / name).read_bytes() == expected
+    expected = saved.root / case / 'expected_adapter'
+    for folder in ('adapter', *([] if case in UNMERGEABLE else ['both/adapter'])):
+        found = saved.root / case / folder
+        name = 'adapter_model.safetensors'
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+        cards = [(each / 'README.md').read_text().partition('\n---\n') for each in (found, expected)]
+        assert cards[0][2] == cards[1][2] and 'library_name: peft' in cards[0][0]
+        assert 'base_model' not in cards[0][0], 'the base is a folder of this machine'
 
 
 @pytest.mark.parametrize('case', [*CASES, *EXPERT_CASES])
