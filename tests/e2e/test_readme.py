@@ -62,7 +62,7 @@ XTUNERS_OWN = (
     f'xtuner chat $SAVE {_CLIP} --image IMAGE',
     f'xtuner mmbench $SAVE {_CLIP} \\',
     '    --data-path MMBench_DEV_EN.tsv --work-dir mmbench',
-    'xhf-convert work_dirs/internvl_v2_internlm2_2b_lora_finetune_copy/iter_500.pth OUT --trust-remote-code',
+    'xhf-convert work_dirs/internvl_v2_internlm2_2b_lora_finetune_copy/iter_1000.pth OUT --trust-remote-code',
     'python tools/convert_to_hf.py projects/sa2va/configs/sa2va_in30_8b_copy.py other_modules.pth --save-path OUT',
     'xhf-convert work_dirs/NAME/iter_2000.pth OUT --trust-remote-code',
 )

@@ -51,7 +51,11 @@ OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
 ELSEWHERE |= {'convert_to_hf.py', 'convert_to_official.py', 'llm_adapter/', 'other_modules/', 'visual_encoder/'}
-ELSEWHERE |= {'projects/llava_sam2/hf/convert_to_hf.py'}
+ELSEWHERE |= {
+    'projects/llava_sam2/hf/convert_to_hf.py',
+    'docs/L1/XTuner',
+    'internlm2_chat_1_8b_qlora_alpaca_e3_copy.py',
+}
 ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'zero_to_fp32.py', 'tests/trainers/test_NAME.py'}
 MESSAGES = re.findall(r'^\| `([^`]+)` \|', PAGES['troubleshooting.md'].partition('## Not an error of this')[0], re.M)
 #: What a value that varies may be: anything, but not what ends one message and begins the next.

@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from torch.distributed import HashStore
 
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from tests.unit.places.conftest import publish
@@ -173,7 +174,9 @@ def test_storage_options_are_those_of_the_library(hub):
 @pytest.mark.parametrize(('url', 'n_ranks'), [(URL, 1), ('memory://run', 4)])
 def test_rank_0_sends_all_to_the_hub_which_limits_requests(hub, tmp_path, monkeypatch, url, n_ranks):
     monkeypatch.setattr(upload, 'all_ranks_see', lambda path, collective: True)
-    ranks: Any = SimpleNamespace(world_size=4, rank=0, from_rank0=lambda stage, decide: decide())
+    ranks: Any = SimpleNamespace(
+        world_size=4, rank=0, from_rank0=lambda stage, decide: decide(), find_store=lambda name: HashStore()
+    )
     log = RunLog(logging.getLogger('test'), 'test')
     uploads = start_uploads(url, None, -1, [tmp_path / 'hf_model'], ranks, log)
     assert uploads._n_ranks == n_ranks
