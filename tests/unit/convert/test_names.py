@@ -54,12 +54,15 @@ def test_of_two_models_the_option_module_chooses(llama, tmp_path, capsys, traine
     folder, state = llama
     of_base = load_file(folder / 'base' / 'model.safetensors')
     both = {f'{trained}.{n}': t for n, t in state.items()} | {f'{other}.{n}': t for n, t in of_base.items()}
+    both |= {'head.weight': torch.ones(3), 'head.steps': torch.tensor(2)}
     torch.save({'state_dict': both}, tmp_path / 'x.pth')
     line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
     assert 'option module' in line and repr(trained) in line and repr(other) in line
     for name, expected in ((trained, folder / 'trained'), (other, folder / 'base')):
         out = convert(tmp_path / 'x.pth', tmp_path / name, '--base', folder / 'base', '--module', name)
         assert_same_folder_tensors(out, expected)
+        others = load_file(out / 'other_modules' / 'model.safetensors')  # without the other model
+        assert_same_tensors(others, {name: both[name] for name in ('head.weight', 'head.steps')})
     line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base', '--module', 'critic')
     assert "found 'critic'" in line and repr(trained) in line
 
