@@ -387,7 +387,7 @@ class CheckpointFolder:
             OSError, TargetError: The save was not replaced; the message says so if the old folder lost its name.
         """
         self.siblings.require_no_base(self.path)
-        replaced = replace_folder(new, self.path)
+        replaced = replace_folder(new, self.path, new_name(self.path, 'previous'))
         if replaced is None:
             replace_by_deleting(new, self.path, self.siblings.delete_in_place)
             self._warn(

@@ -13,8 +13,11 @@ from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.places.file_system import exchange, look_up, new_name
 
 
-def replace_folder(new: Path, path: Path) -> Path | None:
+def replace_folder(new: Path, path: Path, previous: Path) -> Path | None:
     """Give ``new`` the name of the folder at ``path``; returns the new path of that one.
+
+    Args:
+        previous: An unused name for the folder at ``path``, where two folders cannot be exchanged.
 
     Returns:
         None if the folder at ``path`` cannot be renamed, and nothing happened: it is in a lower layer of an overlay
@@ -25,7 +28,6 @@ def replace_folder(new: Path, path: Path) -> Path | None:
     """
     if exchange(new, path):
         return new
-    previous = new_name(path, 'previous')
     try:
         os.rename(path, previous)
     except OSError as error:
@@ -101,15 +103,13 @@ def require_replaceable(path: Path, elsewhere: str) -> None:
 
 def _try_replacing(path: Path) -> None:
     """Replace an empty folder by another one next to ``path``, by the calls of a commit, and remove both."""
-    new, old = new_name(path, 'staging'), new_name(path, 'staging')
-    made = [new, old]
+    new, old, previous = new_name(path, 'staging'), new_name(path, 'staging'), new_name(path, 'previous')
     try:
         new.mkdir()
         old.mkdir()
-        replaced = replace_folder(new, old)
-        made += [] if replaced is None else [replaced]
+        replace_folder(new, old, previous)
     finally:
-        for folder in made:
+        for folder in (new, old, previous):
             with contextlib.suppress(OSError):  # it has another name, or the next start removes it
                 folder.rmdir()
 
