@@ -166,7 +166,7 @@ def train(config: dict[str, Any]) -> Any:
     while Path(cfg.work_dir, time.strftime('%Y%m%d_%H%M%S')).exists():
         time.sleep(0.05)  # the previous run began in this second: MMEngine would use the same folder
     # Runners and checkpoints dump the config, formatted: a quarter of the time of such a run
-    with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)):
+    with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True), create=True):
         if 'runner_type' not in cfg:
             runner = Runner.from_cfg(cfg)
         else:
