@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from xhf_hooks.collective import Collective
@@ -95,9 +95,13 @@ def _write_probe(folder: Path) -> tuple[Path, FileIdentity]:
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         identity = create_file(probe, b'probe', 2 * len(b'probe'))
-        with closing(OutputFile.open(probe, identity)) as file:
-            file.write(memoryview(b'probe'), len(b'probe'))
-            file.fsync()
+        fd = os.open(probe, os.O_WRONLY)  # once more, as a rank that writes does
+        try:
+            identity.require(fd, probe)
+            os.pwrite(fd, b'probe', len(b'probe'))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except (OSError, TargetError) as error:
         for pause_secs in _PAUSES_SECS:
             with contextlib.suppress(OSError):
