@@ -24,7 +24,7 @@ from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import error_of
 from tests.helpers.runs.engines import save_folder, zero_engine
 from xhf_hooks import collective, save_hf, sources
-from xhf_hooks.background.save_on_signal import SaveRequests
+from xhf_hooks.background.save_requests import SaveRequests
 from xhf_hooks.collective import Collective
 from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.system import rendezvous
@@ -170,7 +170,7 @@ def ask_without(dead_rank: int, has_left: Path | None = None) -> tuple[str, floa
     Args:
         has_left: The rank does not die, but does not answer either until the others have left.
     """
-    requests = SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), ['SIGUSR2'])
+    requests = SaveRequests.start(RunLog(logging.getLogger('test'), 'test'), [signal.SIGUSR2])
     assert [requests.is_due() for _ in range(3)] == [False] * 3
     dist.barrier()
     if dist.get_rank() == dead_rank:

@@ -234,7 +234,7 @@ class RunEnd:
         if not self.is_of_this_process:
             return
         with self._closing:  # the next run waits here for one that the garbage collector closes
-            self.is_closed = True
+            self.is_closed = self.is_closed or not process_ends
             for task in self._tasks:
                 if not task.must_finish:
                     task.close()

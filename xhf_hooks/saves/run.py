@@ -179,17 +179,19 @@ class Run:
         target = target or self.newest
         committed = None
         try:
-            # After SIGTERM and its like, another thread waits for the tasks, then lets the signal take effect. Until
-            # then this thread stays here; it goes on only if the user's handler of the signal returns
-            self._end.signals.block_if_process_is_ending()
             if self._end.is_closed:  # on all ranks alike
                 raise self._end.closed_error()
             with self.collective.stage('connect'):
+                # After SIGTERM and its like, another thread waits for the tasks, then lets the signal take effect.
+                # Until then this thread stays here; it goes on only if the user's handler of the signal returns
+                self._end.signals.block_if_process_is_ending()
                 self.ensure_connected()
                 self.wait_for_background_save()  # here all ranks learn whether it failed
                 self._warn_if_reconnected(self._saver.ensure_connected())
-            if target is self.newest and self._is_saved(step):
-                return  # the clock, a signal, a schedule and the trainer may ask for the same iteration
+                # The clock, a signal, a schedule and the trainer may ask for the same iteration
+                is_saved = target is self.newest and self._is_saved(step)
+            if is_saved:
+                return
             with self.collective.stage('begin'):
                 # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
                 # and the user's handler may have let the process live on: count anew
