@@ -74,8 +74,7 @@ class ProcessSignals:
 
     def remove(self, run: RunEnd) -> None:
         """Heed this run no more, and restore handlers that no other run needs. :meth:`answer` may follow."""
-        if run in self._runs:
-            self._runs.remove(run)
+        self._runs = [other for other in self._runs if other is not run]
         needed = {number for other in self._runs for number in other.save_signals}
         needed |= {*_ENDING} if any(other.has_tasks for other in self._runs) else set()
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses; ours then do as before
@@ -116,7 +115,8 @@ class ProcessSignals:
             return
         asked = [run for run in self._runs if number in run.save_signals]
         for run in asked:
-            run.ask(number)
+            if run.requests is not None:
+                run.requests.ask(number)
         if number in _GO_ON and asked:
             if callable(before := self._before[number]):
                 before(number, frame)

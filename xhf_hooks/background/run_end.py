@@ -165,11 +165,6 @@ class RunEnd:
             self._children = SignalProofChildren.start(self.save_signals, self._log.warning)
         self.signals.add(self)
 
-    def ask(self, number: Signals) -> None:
-        """Ask this run for a save. Runs on: a signal handler."""
-        if self.requests is not None:
-            self.requests.ask(number)
-
     def reset_wait_deadline(self) -> None:
         """A save begins: the next wait may take the whole time again."""
         self._deadline = None
@@ -245,7 +240,11 @@ class RunEnd:
             if not process_ends:
                 for task in awaited:
                     task.wait()  # however long: the folder stays locked until a save that is being written ends
-                self._stop_listening()
+                if self.requests is not None:
+                    self.requests.close()
+                if self._children is not None:
+                    self._children.close()
+                self.signals.remove(self)
             if not any(task.left() for task in awaited):
                 for target in self._targets:
                     with suppress(OSError):
@@ -286,10 +285,3 @@ class RunEnd:
 
     def _has_same_trainer(self, other: RunEnd) -> bool:
         return self._trainer is not None and other._trainer is not None and self._trainer() is other._trainer()
-
-    def _stop_listening(self) -> None:
-        if self.requests is not None:
-            self.requests.close()
-        if self._children is not None:
-            self._children.close()
-        self.signals.remove(self)

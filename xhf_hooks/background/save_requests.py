@@ -26,8 +26,7 @@ class SaveRequests:
     """The save requests of one run, from :meth:`start` to :meth:`close`: votes, and the clock.
 
     Args:
-        ranks: Connects the ranks for the votes. No other object uses it: a save in the background may be using another
-            one. It is closed with this object.
+        ranks: Connects the ranks for the votes, and for nothing else. It is closed with this object.
         interval_secs: As in :meth:`start`.
     """
 
