@@ -297,7 +297,7 @@ def test_what_is_trained_beside_the_model_below_a_wrapper(finished, stage, tmp_p
         assert_loads_clean(saved, AutoModelForCausalLM)
     for writer in WRITERS:
         assert_same_files(found, folder / writer)
-    assert verify([str(folder / 'checkpoint'), str(found), '--base', str(folder / 'base')]) == 0
+    assert verify(['--compare', str(folder / 'checkpoint'), str(found), '--base', str(folder / 'base')]) == 0
 
 
 @pytest.mark.parametrize('name', MIXED)

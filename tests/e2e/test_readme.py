@@ -39,14 +39,20 @@ AFTER_THE_DEMO = [
 XTUNER_FROM_NOTHING = (
     'python3.10 -m venv xtuner-env && source xtuner-env/bin/activate',
     'pip install torch==2.4.1 torchvision==0.19.1',
-    "pip install 'xtuner[deepspeed]==0.1.23' transformers==4.39.0 peft==0.13.2 deepspeed==0.16.1 mmengine==0.10.5 \\",
-    "    datasets==3.1.0 accelerate==1.2.0 huggingface-hub==0.26.5 'numpy<2' 'setuptools<81'",
+    "pip install 'xtuner[deepspeed]==0.1.23' transformers==4.39.0 accelerate==0.27.0 peft==0.13.2 deepspeed==0.16.1 \\",
+    "    mmengine==0.10.5 datasets==3.1.0 huggingface-hub==0.26.5 'numpy<2' 'setuptools<81'",
     'pip install /path/of/this/clone',
     'xtuner copy-cfg internlm2_chat_1_8b_full_alpaca_e3 .',
     'xtuner train internlm2_chat_1_8b_full_alpaca_e3_copy.py --deepspeed deepspeed_zero2',
     'xhf-verify work_dirs/internlm2_chat_1_8b_full_alpaca_e3_copy/*/hf_model',
     'xhf-convert work_dirs/NAME OUT',
     'xhf-verify OUT',
+    # After QLoRA, as test_a_qlora_run_is_merged_and_talks does
+    'NAME=internlm2_chat_1_8b_qlora_alpaca_e3_copy',
+    'ADAPTER=$(ls -d work_dirs/$NAME/*/hf_model | tail -n 1)',
+    'xtuner chat ./internlm2-chat-1_8b --adapter $ADAPTER --prompt-template internlm2_chat',
+    'xhf-convert work_dirs/$NAME merged --lora merge --trust-remote-code',
+    'xtuner chat ./merged --prompt-template internlm2_chat',
 )
 _PRETRAIN = 'llava_llama3_8b_instruct_clip_vit_large_p14_336_e1_gpu8_pretrain'
 _FINETUNE = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_lora_e1_gpu8_finetune'
