@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from functools import partial
 from logging import LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -264,8 +264,8 @@ def start_uploads(
     Raises:
         AgreedError: Rank 0 cannot write next to the first of ``finals``, by which it is tried whether all ranks see it.
     """
-    prefix = collective.from_rank0('preflight', partial(run_prefix, timestamp))
-    url, store = f'{url}/{prefix}', collective.find_store(prefix)
+    prefix, word = collective.from_rank0('preflight', lambda: (run_prefix(timestamp), uuid.uuid4().hex))
+    url, store = f'{url}/{prefix}', collective.find_store(word)
     newest, *extra = (final.name for final in finals)
     destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
     destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}

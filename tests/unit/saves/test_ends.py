@@ -241,13 +241,16 @@ def test_runs_that_go_on_stay(tmp_path):
     )
 
 
-def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path):
+def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path, caplog):
     run, url = Frontend(), (tmp_path / 'store').as_uri()
     for number, name in enumerate(('one', 'two'), 1):
         run.begin(tmp_path / name / 'hf_model', upload_to=url).save(iteration(number))
+    run.saves[0].save(iteration(3))
     for saves in run.saves:
         saves.close()
-    assert {read_pointer(store, 'hf_model').newest for store in runs_in(url)} == {'hf_model_iter_1', 'hf_model_iter_2'}
+    assert f'saved iter_2 to {tmp_path}/two/hf_model, ' in caplog.text, 'the names of their folders are the same'
+    assert f'saved iter_3 to {tmp_path}/one/hf_model, ' in caplog.text
+    assert {read_pointer(store, 'hf_model').newest for store in runs_in(url)} == {'hf_model_iter_3', 'hf_model_iter_2'}
 
 
 @pytest.mark.parametrize('exit_wait_secs', [0, 0.2])
