@@ -114,8 +114,10 @@ class RunEnd:
         Raises:
             TargetError: Another hook of this run has the folder, or a call of ``save_hf`` that has not ended.
         """
+        trainer = None if self._trainer is None else self._trainer()
         for other in [*RunEnd._open]:
-            both, is_same = self._places & other._places, self._has_same_trainer(other)
+            both = self._places & other._places
+            is_same = trainer is not None and other._trainer is not None and other._trainer() is trainer
             if not other.is_of_this_process or not (both or {*self.save_signals} & {*other.save_signals}):
                 continue
             if both and is_same:
@@ -280,8 +282,4 @@ class RunEnd:
     @classmethod
     def is_ambiguous(cls, folder: Path) -> bool:
         """Whether another open run saves to a folder of the same name."""
-        places = {place for end in cls._open for place in end._places}
-        return sum(Path(place).name == folder.name for place in places) > 1
-
-    def _has_same_trainer(self, other: RunEnd) -> bool:
-        return self._trainer is not None and other._trainer is not None and self._trainer() is other._trainer()
+        return sum(Path(place).name == folder.name for place in {p for end in cls._open for p in end._places}) > 1

@@ -129,7 +129,8 @@ class SaveRequests:
         asked = self._asked
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')
-        is_due = asked is not None or self._is_clock_due
+        is_clock_due = self._interval_secs is not None and time.monotonic() - self._clock_began >= self._interval_secs
+        is_due = asked is not None or is_clock_due
         n_iterations = self._choose_iterations()
         numbers = [is_due, n_iterations if self._ranks.rank == 0 else 0]
         return self._ranks.start_maxima(numbers, 'save_on_signal')
@@ -149,7 +150,3 @@ class SaveRequests:
         n_in_time = int(_VOTE_SECS / max(secs, 1e-6))
         self._n_between_votes = max(1, min(n_in_time, 2 * self._n_between_votes, _MOST_ITERATIONS))
         return self._n_between_votes
-
-    @property
-    def _is_clock_due(self) -> bool:
-        return self._interval_secs is not None and time.monotonic() - self._clock_began >= self._interval_secs
