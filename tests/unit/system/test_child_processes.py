@@ -21,6 +21,16 @@ METHODS = ('fork', 'spawn', 'forkserver')
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
+@pytest.fixture(autouse=True)
+def no_other_runs(monkeypatch):
+    """As in a process of its own: runs of other tests may be open, or garbage that keeps its handlers."""
+    monkeypatch.delitem(multiprocessing.current_process()._config, 'xhf_hooks', raising=False)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_multiprocessing_has_the_names_that_it_does_not_promise():
     """The one test that says which name has gone; the others would show how children die."""
     assert list(inspect.signature(util.register_after_fork).parameters) == ['obj', 'func']
