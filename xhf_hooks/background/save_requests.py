@@ -130,9 +130,8 @@ class SaveRequests:
         if asked is not None:
             self._log.warning(f'{asked}: all ranks will save')
         is_clock_due = self._interval_secs is not None and time.monotonic() - self._clock_began >= self._interval_secs
-        is_due = asked is not None or is_clock_due
         n_iterations = self._choose_iterations()
-        numbers = [is_due, n_iterations if self._ranks.rank == 0 else 0]
+        numbers = [asked is not None or is_clock_due, n_iterations if self._ranks.rank == 0 else 0]
         return self._ranks.start_maxima(numbers, 'save_on_signal')
 
     def _read(self, answer: Callable[[], list[int]]) -> bool:

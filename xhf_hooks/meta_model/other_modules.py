@@ -42,8 +42,8 @@ def add_other_modules(
     if trained is not None or not outside:
         return []
     return [
-        f'the checkpoint does not say what was trained: all of its {counted(len(outside), "tensor")} of other modules '
-        f'are written ({some([*outside])})'
+        f'the checkpoint does not say what was trained, so all that it has of other modules is written: '
+        f'{counted(len(outside), "tensor")} ({some([*outside])})'
     ]
 
 

@@ -131,15 +131,19 @@ class Saver:
         """The plan of a save."""
         return self.preparation.plan
 
-    @property
-    def manifest_fields(self) -> dict[str, Any]:
-        """Fields of the manifest."""
+    def manifest_fields_of(self, save: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the manifest of a save, besides its files and its commit.
+
+        Args:
+            save: Those of this save only, such as its score.
+        """
         return {
             'world_size': self.collective.world_size,
             'writer': self.strategy.value,
             'dtype': self.options.dtype or 'as trained',
             'weights': 'live',  # unless unwrapped.manifest_fields say 'averaged'
             **self.unwrapped.manifest_fields,
+            **save,
         }
 
     def write_hf_assets(self, folder: Path) -> list[str]:
@@ -394,7 +398,7 @@ class Save:
         self._clock.begin('commit')
         with self._writing_collective.stage('describe'):  # ends with a vote: nothing is committed if a rank fails in it
             tensors = tally.written() if is_rank0 else []
-            written = WrittenSave(saver.plan, tensors, self._step, {**saver.manifest_fields, **self._manifest_fields})
+            written = WrittenSave(saver.plan, tensors, self._step, saver.manifest_fields_of(self._manifest_fields))
             warnings = (*self._warnings, *warn_of_non_finite(tensors))
             committed = CommittedCheckpoint(target.path, target.name, self._step, self._cost(), warnings)
         path = target.path

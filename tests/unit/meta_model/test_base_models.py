@@ -193,15 +193,19 @@ def test_a_part_of_clip_keeps_the_names_of_its_base(part, tmp_path):
 
 
 @pytest.mark.parametrize('path', ['', '_forward_module.'])
-def test_a_small_module_beside_the_model_is_a_note(path, tmp_path, capsys):
+def test_a_small_module_beside_the_model_is_saved_beside_it(path, tmp_path, capsys):
     """At the top, and below a wrapper, as Lightning has it."""
     model = from_base(base_of('llama', tmp_path / 'base'))
     state = {f'{path}model.{name}': tensor for name, tensor in model.state_dict().items()}
     torch.save({**state, f'{path}temperature.weight': torch.ones(1)}, tmp_path / 'iter_2.pth')
     save_hf(model, tmp_path / 'hook')
     found = convert(tmp_path / 'iter_2.pth', tmp_path / 'out', '--base', tmp_path / 'base')
-    assert_same_files(found, tmp_path / 'hook')
-    assert f'1 tensor of the checkpoint not in the model: {path}temperature.weight' in capsys.readouterr().err
+    assert_same_files(found, tmp_path / 'hook', but='other_modules')
+    beside = load_file(found / 'other_modules' / 'model.safetensors')
+    assert beside.keys() == {f'{path}temperature.weight'} and all(
+        tensor.equal(torch.ones(1)) for tensor in beside.values()
+    )
+    assert f'other modules is written: 1 tensor ({path}temperature.weight)' in capsys.readouterr().err
 
 
 def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, capsys, monkeypatch):
