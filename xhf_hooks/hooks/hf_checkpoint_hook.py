@@ -15,6 +15,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from xhf_hooks.errors import AgreedError, XhfError
+from xhf_hooks.format.text import error_text
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
@@ -116,8 +117,12 @@ class HFCheckpointHook(RunFrontend, Hook):
         run, preparation = self.run, self.run.preparation
         if run.collective.rank or not any(file.is_of_adapter for file in preparation.plan.files):
             return
-        starting_weights = StartingWeights.find(model, checkpoints_loaded_over(RunConfig('the config', cfg)))
-        for note in starting_weights.notes_on_adapters(model, preparation.exporter.base_model.name):
+        try:
+            starting_weights = StartingWeights.find(model, checkpoints_loaded_over(RunConfig('the config', cfg)))
+            notes = starting_weights.notes_on_adapters(model, preparation.exporter.base_model.name)
+        except Exception as error:  # of any type, from a file of any kind: other ranks go on, and saves work
+            notes = [f'could not find out whether weights were loaded over those of the base: {error_text(error)}']
+        for note in notes:
             run.log.warning(note)
 
     def after_train_iter(
