@@ -67,9 +67,9 @@ def test_two_saves_in_a_row(finished, kind, way):
     assert check(finished, f'{kind} {way}')[0] == [{NAME: 1}, {NAME: 2, **older}, {NAME: 2, **older}]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
-    """Where files can be cloned, the command has its own. Elsewhere the log names the file."""
+@pytest.mark.parametrize('kind', CLONES)
+def test_a_command_of_root_empties_a_file_of_its_own(disks, kind, caplog):
+    """Where files can be cloned. Elsewhere it would be that of the save, which the page says."""
     name = 'model-00002-of-00003.safetensors'
     folder = CheckpointFolder(disks / kind / 'on_saved' / NAME, 1)
     folder.prepare()
@@ -79,8 +79,5 @@ def test_a_command_of_root_empties_a_file_of_a_save(disks, kind, caplog):
     assert after.wait(HANG_SECS)
     after.close()
     folder.unlock()
-    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    if kind in CLONES:
-        assert content(folder.path) == 1 and errors == []
-    else:
-        assert len(errors) == 1 and f'changed {name}' in errors[0]
+    assert content(folder.path) == 1
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == []
