@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.exporters.find_model import adapters_in
@@ -14,6 +13,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.meta_model import Base, MetaModel
 from xhf_hooks.meta_model.older_names import rename_older
+from xhf_hooks.meta_model.other_modules import models_in
 from xhf_hooks.meta_model.starting_weights import StartingWeights
 from xhf_hooks.meta_model.stored_names import is_of_adapter
 from xhf_hooks.meta_model.transformers_model import other_version_remedy
@@ -178,7 +178,7 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
     unexpected = [name for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)]
-    inside = tuple(f'{path}.'.removeprefix('.') for path in _outermost(meta_model.module))
+    inside = tuple(f'{path}.'.removeprefix('.') for path, _ in models_in(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
         lack = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'
         if all(name.endswith(_OF_QUANTIZED) for name in lost):
@@ -192,12 +192,3 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
     if unexpected:
         return [f'{counted(len(unexpected), "tensor")} of the checkpoint not in the model: {some(unexpected)}']
     return []
-
-
-def _outermost(module: nn.Module, path: str = '') -> Iterator[str]:
-    """Paths of the models. What lies around them has no other purpose than to give them their names."""
-    if type(module) is not nn.Module:
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _outermost(child, f'{path}.{name}'.removeprefix('.'))

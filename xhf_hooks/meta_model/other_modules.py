@@ -28,7 +28,7 @@ def add_other_modules(
         trained: Names of the parameters that were trained; None if the checkpoint does not record them. Then each
             tensor with floats counts as trained: the class of the run has chosen to put it into the checkpoint.
     """
-    models = dict(_models_in(module))
+    models = dict(models_in(module))
     inside = tuple(f'{path}.'.removeprefix('.') for path in models)
     of_models = {id(tensor) for name, tensor in stored.items() if name.startswith(inside)}
     outside = {tensor.name: tensor for tensor in stored.values() if id(tensor) not in of_models}
@@ -47,13 +47,13 @@ def add_other_modules(
     ]
 
 
-def _models_in(module: nn.Module, path: str = '') -> Iterator[tuple[str, nn.Module]]:
-    """The models by path. What lies around them has no other purpose than to give them their names."""
+def models_in(module: nn.Module, path: str = '') -> Iterator[tuple[str, nn.Module]]:
+    """The models in a meta model, by path. What lies around them has no other purpose than to give them their names."""
     if type(module) is not nn.Module:
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _models_in(child, f'{path}.{name}'.removeprefix('.'))
+        yield from models_in(child, f'{path}.{name}'.removeprefix('.'))
 
 
 def _copies_of(model: nn.Module, names: Collection[str]) -> list[str]:
