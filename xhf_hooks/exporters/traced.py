@@ -1,0 +1,215 @@
+"""Tensors on the meta device that record what is done to them, so that it can be done to real tensors later.
+
+transformers and peft rename, cut, join and permute weights when they save and load them, by rules that differ between
+versions. They are given traced tensors, and what comes out says which named tensors each output is made of, and how.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+#: Operations whose result has the elements of their tensor, in its order; a cast is that of the save or of the run.
+_COPIES = frozenset(('bfloat16', 'clone', 'contiguous', 'cpu', 'detach', 'double', 'float', 'half', 'to', 'type'))
+#: Operations that read values, for which a traced tensor has a stand-in; those of at most so many elements.
+_READS_VALUES = frozenset(
+    '__array__ __bool__ __complex__ __float__ __format__ __index__ __int__ __repr__ '
+    'equal is_nonzero item numpy tolist'.split()
+)
+_MAX_VALUES = 10**6
+
+
+class ChangedInPlaceError(RuntimeError):
+    """A traced tensor was changed in place, which is not recorded."""
+
+
+class ValueStandIn:
+    """The number that all elements of some traced tensors seem to have.
+
+    Attributes:
+        was_read: Whether code has read a value, so that what it writes may depend on one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.was_read = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """One call of a function.
+
+    Attributes:
+        function: Is called again with real tensors in place of the traced ones.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of one source, in its order. ``offset`` is the index of the first."""
+
+    source: str
+    offset: int
+
+
+class TracedTensor(torch.Tensor):
+    """A tensor without values that knows what it is made of. :func:`traced` makes the first ones.
+
+    Attributes:
+        sources: The names of what it is made of, in the order of use.
+    """
+
+    sources: tuple[str, ...]
+    _operation: _Operation | None  # None: it is a source itself
+    _place: int | None  # in the operation's results, if there are several
+    _origin: Run | None  # of the first element of its storage, if that holds elements of one source
+    _stand_in: ValueStandIn | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in _READS_VALUES:
+            return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
+        operands = _traced_in((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [one._version for one in operands]
+            result = func(*args, **kwargs)
+            if name != '__get__' and any(
+                one._version != version for one, version in zip(operands, versions, strict=True)
+            ):
+                raise ChangedInPlaceError(f'{name} has changed {operands[0].sources} in place')
+            if isinstance(result, torch.Tensor):
+                return result if any(result is one for one in operands) else _made(result, operands, func, args, kwargs)
+            if isinstance(result, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in result):
+                return type(result)(_made_of_several(result, operands, func, args, kwargs))
+        return result
+
+    @property
+    def run(self) -> Run | None:
+        """Which consecutive elements of one source it has, in their order; None if it has others."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._origin is None or not self.is_contiguous():
+                return None
+            return Run(self._origin.source, self._origin.offset + self.storage_offset())
+
+    @property
+    def description(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Its shape and dtype, without the cost of asking a traced tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(self.shape), self.dtype
+
+
+def traced(name: str, shape: Sequence[int], dtype: torch.dtype, stand_in: ValueStandIn | None = None) -> TracedTensor:
+    """A source with this name.
+
+    Args:
+        stand_in: What code gets that reads values; None: reading raises.
+    """
+    return _new(torch.empty(tuple(shape), dtype=dtype, device='meta'), (name,), None, None, Run(name, 0), stand_in)
+
+
+def computed(
+    shape: Sequence[int], dtype: torch.dtype, function: Callable[..., torch.Tensor], *args: Any
+) -> TracedTensor:
+    """What a function makes of traced tensors in its arguments. It is not called before :func:`replay`."""
+    operands = _traced_in(args)
+    empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
+    return _new(empty, _sources_of(operands), _Operation(function, args, {}), None, None, operands[0]._stand_in)
+
+
+def replay(made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make tensors, by name, of the values of their sources. What several of them need is made once."""
+    results: dict[int, Any] = {}
+
+    def value_of(one: Any) -> Any:
+        if not isinstance(one, TracedTensor):
+            return one
+        operation = one._operation
+        if operation is None:
+            return values[one.sources[0]]
+        if id(operation) not in results:
+            args, kwargs = tree_map(value_of, (operation.args, operation.kwargs))
+            results[id(operation)] = operation.function(*args, **kwargs)
+        result = results[id(operation)]
+        return result if one._place is None else result[one._place]
+
+    return {name: value_of(one) for name, one in made.items()}
+
+
+def _new(
+    tensor: torch.Tensor,
+    sources: tuple[str, ...],
+    operation: _Operation | None,
+    place: int | None,
+    origin: Run | None,
+    stand_in: ValueStandIn | None,
+) -> TracedTensor:
+    found = tensor.as_subclass(TracedTensor)
+    found.sources, found._operation, found._place = sources, operation, place
+    found._origin, found._stand_in = origin, stand_in
+    return found
+
+
+def _made(result: torch.Tensor, operands: Sequence[TracedTensor], func: Any, args: Any, kwargs: Any) -> TracedTensor:
+    origin = _origin_of(result, operands, func.__name__)
+    return _new(result, _sources_of(operands), _Operation(func, args, kwargs), None, origin, operands[0]._stand_in)
+
+
+def _made_of_several(
+    results: Sequence[Any], operands: Sequence[TracedTensor], func: Any, args: Any, kwargs: Any
+) -> Iterator[Any]:
+    operation, sources = _Operation(func, args, kwargs), _sources_of(operands)
+    for place, result in enumerate(results):
+        if isinstance(result, torch.Tensor):
+            origin = _origin_of(result, operands, func.__name__)
+            result = _new(result, sources, operation, place, origin, operands[0]._stand_in)
+        yield result
+
+
+def _origin_of(result: torch.Tensor, operands: Sequence[TracedTensor], name: str) -> Run | None:
+    """Which source the storage of a result holds, and from which element on."""
+    origin = operands[0]._origin
+    if len(operands) != 1 or origin is None:
+        return None
+    (operand,) = operands
+    if result.untyped_storage()._cdata == operand.untyped_storage()._cdata:
+        return origin if result.dtype == operand.dtype else None
+    is_copy = name in _COPIES and operand.is_contiguous() and result.is_contiguous()
+    is_copy &= result.shape == operand.shape
+    return Run(origin.source, origin.offset + operand.storage_offset()) if is_copy else None
+
+
+def _sources_of(operands: Sequence[TracedTensor]) -> tuple[str, ...]:
+    if len(operands) == 1:
+        return operands[0].sources
+    return tuple(dict.fromkeys(name for one in operands for name in one.sources))
+
+
+def _traced_in(value: Any) -> list[TracedTensor]:
+    if isinstance(value, TracedTensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _traced_in(item)]
+
+
+def _with_values(value: Any) -> Any:
+    if not isinstance(value, TracedTensor):
+        return value
+    shape, dtype = value.description
+    if value._stand_in is None or math.prod(shape) > _MAX_VALUES:
+        raise NotImplementedError('tensors on the meta device have no values')
+    value._stand_in.was_read = True
+    return torch.full(shape, value._stand_in.number, dtype=dtype)
