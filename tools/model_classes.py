@@ -28,6 +28,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.sources import source_for
@@ -110,8 +111,9 @@ def tried_with(kind: type, sizes: dict[str, int], needed: Mapping[str, Any] | No
         model = build_on_meta(kind, config)
         outcome = 'fails'
         specs, exporter = source_for(model).specs(), exporter_for(model, None)
-        plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
-        notes = exporter.check_loading(plan.placements)
+        export = exporter.export(ExportRequest(specs))
+        plan = make_plan(export.entries, specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
+        notes = exporter.check_loading(export, plan.placements)
     except Exception as error:
         return outcome, one_line(error)
     finally:

@@ -21,6 +21,7 @@ from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.base_model.tokenizer import load_tokenizer
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for
 
 pytestmark = pytest.mark.needs('transformers 4')
@@ -96,8 +97,8 @@ def saved(tmp_path_factory):
                 tokenizer.name_or_path = ''
             model.save_pretrained(folder)
             exporter = HuggingFaceExporter(model, None)
-            exporter.entries(source_for(model).specs(), None)
-            assert exporter.write_hf_assets(folder, tokenizer, ()) == []
+            export = exporter.export(ExportRequest(source_for(model).specs()))
+            assert exporter.write_hf_assets(export, folder, tokenizer, ()) == []
             expected[folder.name] = (folder, at, tokenizer, logits)
     return expected
 

@@ -326,6 +326,7 @@ def test_the_example_exporter_is_chosen(monkeypatch):
 
     from tests.helpers.models.zoo import build
     from xhf_hooks.exporters import exporter_for
+    from xhf_hooks.exporters.base import ExportRequest
     from xhf_hooks.registry import EXPORTERS
     from xhf_hooks.sources import source_for
 
@@ -335,7 +336,7 @@ def test_the_example_exporter_is_chosen(monkeypatch):
     exec(code('class PolicyExporter', 'extending.md'), {})
     exporter = exporter_for(model, None)
     assert type(exporter).__name__ == 'PolicyExporter'
-    entries = exporter.entries(source_for(model).specs(), None)
+    entries = exporter.export(ExportRequest(source_for(model).specs())).entries
     names = {f'policy.{name}' for name, _ in model.policy.named_parameters()}
     assert {read for entry in entries for read in entry.reads} == names
 

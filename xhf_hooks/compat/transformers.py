@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
-import tempfile
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xhf_hooks.errors import ModelError
-from xhf_hooks.format.text import some
 from xhf_hooks.model import names_by_identity
-from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def converts_weights() -> bool:
@@ -61,17 +54,11 @@ def keeps_fp32(model: object) -> bool:
 def choose_attention_again(config: PretrainedConfig) -> None:
     """Let a model that is built from this config choose the attention of each of its parts.
 
-    ``save_pretrained`` of transformers 4.48 has reset the choice (:func:`forget_chosen_attention`), so that parts would
-    get the attention of the whole, which they may not support.
+    ``save_pretrained`` of transformers 4.48 has reset the choice, so that parts would get the attention of the whole,
+    which they may not support.
     """
     if vars(config).get('_attn_implementation_autoset') is False:
         config._attn_implementation_autoset = True
-
-
-def forget_chosen_attention(config: PretrainedConfig) -> None:
-    """As transformers 4.48 does before it saves a config."""
-    if getattr(config, '_attn_implementation_autoset', False):
-        config._attn_implementation_autoset = False
 
 
 def dtype_field(config: PretrainedConfig) -> str:
@@ -98,49 +85,6 @@ def accepted_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the constructor of a class takes by name."""
     taken = inspect.signature(kind).parameters
     return {name: value for name, value in options.items() if name in taken}
-
-
-def tied_weight_keys(model: PreTrainedModel) -> list[str]:
-    """Patterns of names that ``save_pretrained`` leaves out where they are tied: of the model and of models in it.
-
-    Before 4.40 transformers has no such list, and leaves out all names of a tied tensor but the first: the same ones.
-    """
-    from transformers import modeling_utils
-
-    collect = getattr(modeling_utils, '_get_tied_weight_keys', None)
-    if collect is not None:
-        return collect(model)
-    keys = []
-    for path, module in model.named_modules():
-        prefix = f'{path}.' if path else ''
-        keys += [prefix + key for key in getattr(module, '_tied_weights_keys', None) or ()]
-    return keys
-
-
-def move_generation_fields(config: PretrainedConfig, generation: GenerationConfig) -> None:
-    """Move settings of generation from a config to the one for generation, as ``save_pretrained`` of 4.46 to 4.57 does.
-
-    Scripts set them there, such as ``model.config.num_beams``; ``generate`` of a loaded model does not read them.
-    """
-    misplaced = getattr(config, '_get_non_default_generation_parameters', None)
-    if converts_weights() or misplaced is None:
-        return
-    for name, value in misplaced().items():
-        setattr(generation, name, value)
-        setattr(config, name, None)
-
-
-def save_generation_config(generation: GenerationConfig, folder: Path) -> None:
-    """Write generation_config.json.
-
-    Raises:
-        ValueError: transformers refuses it. Before 4.39 it warns, and writes nothing.
-    """
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter('always')
-        generation.save_pretrained(folder)
-    if not (folder / 'generation_config.json').exists():
-        raise ValueError(' '.join(str(one.message) for one in warned))
 
 
 #: Fields of RoPE in configs of transformers 4, which 5 holds together in ``rope_parameters``.
@@ -187,35 +131,6 @@ def forget_scaling_by_one(config: PretrainedConfig) -> None:
         type(config).from_dict(config.to_dict())
     except ValueError:
         config.rope_scaling = None
-
-
-def saved_names(model: PreTrainedModel, names: Sequence[str]) -> dict[str, str]:
-    """The name in the model by the name in the files, in the order of ``save_pretrained``.
-
-    transformers 4.52 to 4.57 give vision-language models the names of older versions when they save. So the model's own
-    ``save_pretrained`` is called with numbers instead of tensors. Nothing is written to a disk.
-
-    Args:
-        model: On the meta device.
-
-    Raises:
-        ModelError: ``save_pretrained`` fails, or does not write each of the tensors.
-    """
-    trial = copy.copy(model)  # save_pretrained edits the config; the tensors are shared
-    trial.config = copy.deepcopy(model.config)
-    trial.can_generate = lambda: False  # no generation config, which may be invalid
-    shards: dict[str, torch.Tensor] = {}
-    options = dict(is_main_process=False, safe_serialization=False, save_function=lambda shard, _: shards.update(shard))
-    try:
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            numbers = {name: torch.tensor([number], device='cpu') for number, name in enumerate(names)}
-            trial.save_pretrained(folder, state_dict=numbers, **options)
-    except Exception as error:  # a model's class may override save_pretrained
-        raise ModelError(f'save_pretrained of {type(model).__name__} failed with small tensors: {error!r}') from error
-    written = {hf_name: names[int(number)] for hf_name, number in shards.items()}
-    if lost := set(names) - set(written.values()):
-        raise ModelError(f'save_pretrained of {type(model).__name__} does not write {some(sorted(lost), 5)}')
-    return written
 
 
 def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:

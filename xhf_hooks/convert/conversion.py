@@ -25,6 +25,7 @@ from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.format.dtypes import is_float
@@ -119,6 +120,9 @@ class Conversion:
             run_config=None if self._config is None else self._config.fields,
         )
         self._weights, weights_notes = _which_weights(checkpoint, self._config, options.ema)
+        fields = {} if self._config is None else self._config.fields
+        request = ExportRequest(match.specs, options.dtype, options.carry_base, fields, module)
+        self._export = self._exporter.export(request)
         self.outputs = self._plan(match)
         plan = self.outputs.plan
         read = {spec.name for spec in plan.reads}
@@ -138,15 +142,15 @@ class Conversion:
         self.warnings += self._judge_frozen(of_base, is_dtype_known=dtype is not None)
         self.warnings += self._judge_adapters()
         self.warnings += self._judge_quantized([name for name in match.lent if name in named.quantized & read])
-        self.warnings += self._exporter.check_loading(plan.placements)
+        self.warnings += self._exporter.check_loading(self._export, plan.placements)
         if self._meta_model.has_config_of_base and not all(file.is_of_adapter for file in plan.files):
             bases = ' and '.join(base.folder for base in self._meta_model.bases)
             self.warnings.append(
                 f'config.json is that of {bases}: no file of this run has what training set in it, such as '
                 f'label names, RoPE, the context length or pad_token_id'
             )
-        silent = {*match.lacking, *self._exporter.adapter_base_tensors}
-        if left_out := [name for name in self._exporter.left_out if name not in silent]:
+        silent = {*match.lacking, *self._export.adapter_base_tensors}
+        if left_out := [name for name in self._export.left_out if name not in silent]:
             self.warnings.append(f'not exported: {len(left_out)} tensors ({some(left_out)})')
 
     def _dtype_of_frozen(self, stored: Mapping[str, StoredTensor]) -> str | None:
@@ -220,15 +224,14 @@ class Conversion:
 
     def _plan(self, match: Match) -> PlannedOutputs:
         specs = match.specs
-        entries = self._exporter.entries(specs, self._options.dtype)
         if self._options.dtype is not None:
             specs = [spec.of_master() if spec.has_master else spec for spec in specs]
         plan = make_plan(
-            entries,
+            self._export.entries,
             specs,
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=1,
-            n_parameters=self._exporter.n_parameters,
+            n_parameters=self._export.n_parameters,
             strategy=WriteStrategy.POSITIONAL,
         )
         return PlannedOutputs(plan, match.tensors)
@@ -279,7 +282,7 @@ class Conversion:
             staging = target.open_staging()
             target.require_disk_space(plan.nbytes)
             with errors_naming(target.path):
-                notes += self._exporter.write_hf_assets(staging, tokenizer, eos_token_ids)
+                notes += self._exporter.write_hf_assets(self._export, staging, tokenizer, eos_token_ids)
                 if options.model_card:
                     write_model_card(staging, self._exporter.base_model, self.step)
             tally = write_weights(staging, self.outputs, workers=options.workers, meter=meter, on_progress=on_progress)
@@ -302,7 +305,7 @@ class Conversion:
             XhfError, OSError: It failed.
         """
         tokenizer, eos_token_ids, _ = self._find_tokenizer()
-        self._exporter.write_hf_assets(folder, tokenizer, eos_token_ids)
+        self._exporter.write_hf_assets(self._export, folder, tokenizer, eos_token_ids)
 
     def options_shown_by(self, shown: Mapping[str, str]) -> dict[str, str]:
         """The options that the user left open and that apply to this model.

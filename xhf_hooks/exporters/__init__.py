@@ -64,11 +64,9 @@ def exporter_for(
         raise OptionError(name, f'None, {reason}', given[name])
     exporter = chosen(model, module, **given)
     exporter.tokenizer_of_model = _tokenizer_of(model)
-    exporter.whole = model
     if carry_base is not None and not exporter.writes_whole_model:
         reason = f'None, because {chosen.__name__} writes no complete model here, such as an adapter alone'
         raise OptionError('carry_base', reason, carry_base)
-    exporter.carry_base = carry_base
     exporter.run_config = {} if run_config is None else run_config
     return exporter
 

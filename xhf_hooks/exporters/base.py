@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from xhf_hooks.base_model.files import (
     LocatedBase,
@@ -19,93 +19,116 @@ from xhf_hooks.base_model.tokenizer import CopiedFiles, load_or_copy_tokenizer
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.model import names_by_identity, token_embeddings
+from xhf_hooks.model import token_embeddings
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Exporter(ABC):
-    """Decides for one kind of model which tensors are written, under which names, and with which HF assets.
-
-    Only its ``combine`` functions see tensors; everything else works on specs.
+@dataclass(frozen=True)
+class ExportRequest:
+    """What an exporter is asked for.
 
     Attributes:
-        left_out: Tensors of the source that are intentionally not written. Set by :meth:`entries`.
+        specs: All tensors of the trained model.
+        dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as in
+            the base model's files; None keeps the training dtype.
+        carry_base: The option.
+        run_config: The config of the run; empty without one.
+        whole: The trained model, if what surrounds the exported one is saved, too, as in a SentenceTransformer
+            (exporters/surroundings.py); None: only the exported model is.
+    """
+
+    specs: Sequence[TensorSpec]
+    dtype: str | None = None
+    carry_base: str | None = None
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    whole: nn.Module | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What an exporter writes: the same for all saves until :meth:`Exporter.is_outdated`.
+
+    Attributes:
+        entries: The tensors to write, in the order of ``save_pretrained``.
+        left_out: Tensors of the source that are intentionally not written.
         adapter_base_tensors: The tensors of a model whose adapter is written alone. That the base is left out goes
-            without saying, unless training changes it. Set by :meth:`entries`.
-        left_out_trained: The left-out tensors that training changes, as of the last :meth:`look_for_left_out`.
+            without saying, unless training changes it.
+        combine_nbytes: Largest allocation of one ``combine`` call, in bytes.
+        n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field.
+    """
+
+    entries: tuple[ExportEntry, ...]
+    left_out: tuple[str, ...] = ()
+    adapter_base_tensors: frozenset[str] = frozenset()
+    combine_nbytes: int = 0
+    n_parameters: int | Mapping[str, Any] | None = None
+
+
+ExportType = TypeVar('ExportType', bound=Export)
+
+
+class Exporter(ABC, Generic[ExportType]):
+    """Decides for one kind of model which tensors are written, under which names, and with which HF assets.
+
+    It keeps nothing of what it is asked: :meth:`export` returns a value, which the other methods take. Only ``combine``
+    functions of entries see tensors; everything else works on specs.
+
+    Attributes:
         writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
             parts.
-        carry_base: The option. Set by ``exporter_for``.
         run_config: The config of the run, from which an exporter reads what it needs; empty without one. Set by
             ``exporter_for``.
         tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
-        whole: The trained model. What is exported may be a part of it, as in a SentenceTransformer, whose other modules
-            are saved, too (exporters/surroundings.py). Set by ``exporter_for``.
         notes: Messages for the log.
-        combine_nbytes: Largest allocation of one ``combine`` call, in bytes. Set by :meth:`entries`.
-        n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field. Set
-            by :meth:`entries`.
         options: Names of additional options; the constructor takes them as keyword arguments.
     """
 
     options: tuple[str, ...] = ()
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
-    left_out: tuple[str, ...] = ()
-    adapter_base_tensors: frozenset[str] = frozenset()
-    left_out_trained: tuple[str, ...] = ()
     writes_whole_model: bool = False
-    carry_base: str | None = None
     run_config: Mapping[str, Any] = MappingProxyType({})
     tokenizer_of_model: Any | None = None
-    whole: nn.Module | None = None
     notes: tuple[str, ...] = ()
-    combine_nbytes: int = 0
-    n_parameters: int | Mapping[str, Any] | None = None
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
         """Whether this exporter can export the model. Registered exporters override it."""
         return False
 
-    def look_for_left_out(self, model: nn.Module) -> bool:
-        """Renew :attr:`left_out_trained`; returns whether it has changed to a new list of names.
-
-        Args:
-            model: The trained model, whose names are those of the source.
-        """
-        left_out, before = set(self.left_out), self.left_out_trained
-        parameters = [(names[0], tensor) for tensor, names in names_by_identity(model)] if left_out else []
-        self.left_out_trained = tuple(name for name, tensor in parameters if tensor.requires_grad and name in left_out)
-        return bool(self.left_out_trained) and self.left_out_trained != before
-
     @abstractmethod
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        """The tensors to write, in the order of ``save_pretrained``. Runs on: all ranks, with the same result.
-
-        Args:
-            dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as
-                in the base model's files; None keeps the training dtype.
+    def export(self, request: ExportRequest) -> ExportType:
+        """Decide what is written. Runs on: all ranks, with the same result.
 
         Raises:
             ModelError: The model differs from what ``from_pretrained`` will build.
         """
 
-    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, export: ExportType, placements: Sequence[Placement]) -> list[str]:
         """Load what will be written, without weights, and return notes on what could not be checked. Runs on: rank 0.
 
-        Called after :meth:`entries`, before anything is written.
+        Called before anything is written.
 
         Raises:
             ModelError: It would not load, or as another model.
         """
         return []
 
-    def is_outdated(self) -> bool:
-        """Whether the model's config is another one than :meth:`entries` found, so that saves must be planned again."""
+    def is_outdated(self, export: ExportType) -> bool:
+        """Whether what it was made from has changed, such as the model's config: then saves are planned again."""
         return False
+
+    @abstractmethod
+    def write_hf_assets(
+        self, export: ExportType, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
+        """Write all files except the weights, create the entries' folders, and return warnings. Runs on: rank 0.
+
+        Args:
+            eos_token_ids: Token ids to add to the model's own.
+        """
 
     @property
     def base_model(self) -> LocatedBase:
@@ -158,61 +181,71 @@ class Exporter(ABC):
             base.n_tokens = 0 if tokenizer is None or isinstance(tokenizer, CopiedFiles) else len(tokenizer)
         return base.n_tokens
 
-    @abstractmethod
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        """Write all files except the weights, create the entries' folders, and return warnings. Runs on: rank 0.
 
-        Called after :meth:`entries`.
+@dataclass(frozen=True, kw_only=True)
+class CompositeExport(Export):
+    """An export with several parts.
 
-        Args:
-            eos_token_ids: Token ids to add to the model's own.
-        """
+    Attributes:
+        parts: By folder, as in :class:`CompositeExporter`.
+    """
+
+    parts: Mapping[str, Export]
 
 
-class CompositeExporter(Exporter):
+class CompositeExporter(Exporter[CompositeExport]):
     """Base class of exporters with several parts, which the constructor sets.
 
     Attributes:
         parts: Exporters by folder, relative to the checkpoint (``''`` is the checkpoint itself).
         tokenizer_folder: Folder of the part that gets the tokenizer; None if no part gets it.
+        folder_around: Folder of the part that is written with what surrounds it; None if none is.
     """
 
-    parts: dict[str, Exporter]
+    parts: dict[str, Exporter[Any]]
     tokenizer_folder: str | None = ''
+    folder_around: str | None = None
 
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        entries = []
+    def export(self, request: ExportRequest) -> CompositeExport:
+        entries, parts = [], {}
         for folder, part in self.parts.items():
-            part.carry_base, part.run_config = self.carry_base, self.run_config
-            for entry in part.entries(specs, dtype):
+            whole = request.whole if folder == self.folder_around else None
+            parts[folder] = part.export(replace(request, whole=whole))
+            for entry in parts[folder].entries:
                 inside = '/'.join(filter(None, (folder, entry.file_set.folder)))
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=inside)))
-        self.combine_nbytes = max(part.combine_nbytes for part in self.parts.values())
-        self.n_parameters = {folder: part.n_parameters for folder, part in self.parts.items()}
-        left_out = [set(part.left_out) for part in self.parts.values()]
-        self.left_out = tuple(spec.name for spec in specs if all(spec.name in names for names in left_out))
-        self.adapter_base_tensors = frozenset().union(*(part.adapter_base_tensors for part in self.parts.values()))
-        return entries
+        left_out = [set(part.left_out) for part in parts.values()]
+        return CompositeExport(
+            entries=tuple(entries),
+            left_out=tuple(spec.name for spec in request.specs if all(spec.name in names for names in left_out)),
+            adapter_base_tensors=frozenset().union(*(part.adapter_base_tensors for part in parts.values())),
+            combine_nbytes=max(part.combine_nbytes for part in parts.values()),
+            n_parameters={folder: part.n_parameters for folder, part in parts.items()},
+            parts=parts,
+        )
 
     @property
     def writes_whole_model(self) -> bool:  # type: ignore[override]
         return any(part.writes_whole_model for part in self.parts.values())
 
-    def is_outdated(self) -> bool:
-        return any(part.is_outdated() for part in self.parts.values())
+    def is_outdated(self, export: CompositeExport) -> bool:
+        return any(part.is_outdated(export.parts[folder]) for folder, part in self.parts.items())
 
-    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, export: CompositeExport, placements: Sequence[Placement]) -> list[str]:
         notes = []
         for folder, part in self.parts.items():
-            notes += part.check_loading([one for one in placements if one.file.rpartition('/')[0] == folder])
+            own = [one for one in placements if one.file.rpartition('/')[0] == folder]
+            notes += part.check_loading(export.parts[folder], own)
         return notes
 
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(
+        self, export: CompositeExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
         warnings = []
         for name, part in self.parts.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             own_tokenizer = tokenizer if name == self.tokenizer_folder else None
-            warnings += part.write_hf_assets(folder / name, own_tokenizer, eos_token_ids)
+            warnings += part.write_hf_assets(export.parts[name], folder / name, own_tokenizer, eos_token_ids)
         return warnings
 
 

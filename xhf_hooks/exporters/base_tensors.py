@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from xhf_hooks.base_model.files import LocatedBase
@@ -72,7 +72,11 @@ def _without_modules(
 
 
 def warn_of_missing(
-    names: Sequence[str], written: Sequence[str], reference: PreTrainedModel, base_model: LocatedBase
+    names: Sequence[str],
+    written: Sequence[str],
+    reference: PreTrainedModel,
+    base_model: LocatedBase,
+    already_told: Collection[str] = (),
 ) -> list[str]:
     """A warning about what the base has, and a save lacks.
 
@@ -80,6 +84,7 @@ def warn_of_missing(
         names: Names in the model of what is written.
         written: Names under which it is written.
         reference: The model that ``from_pretrained`` will build.
+        already_told: Names of tensors of which another warning tells.
     """
     if announced := _missing_mtp_layers([*names, *written], base_model):
         return announced
@@ -88,7 +93,7 @@ def warn_of_missing(
     in_base = _entries_in(base_model)
     if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
         return []
-    missing = _without_modules(in_base, written, reference)
+    missing = [one for one in _without_modules(in_base, written, reference) if one.hf_name not in already_told]
     if not missing:
         return []
     return [

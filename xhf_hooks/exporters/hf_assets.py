@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +19,18 @@ from xhf_hooks.compat.older_rope import add_older_rope
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.compat.transformers import (
     dtype_field,
-    forget_chosen_attention,
     forget_scaling_by_one,
-    move_generation_fields,
     prefixes_left_out,
-    save_generation_config,
     text_config,
 )
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.ask_save import GENERATION_CONFIG, ModelTensor, SaveAnswer, ask_save
 from xhf_hooks.exporters.base import Exporter
-from xhf_hooks.exporters.surroundings import WEIGHTS, read_files
+from xhf_hooks.exporters.surroundings import warn_of_not_saved
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
-from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +40,6 @@ if TYPE_CHECKING:
 _ROWS_MULTIPLE = 8
 #: Files that readers other than transformers' from_pretrained want next to a model, and training does not change.
 _COMPANIONS = ('modules.json', 'config_sentence_transformers.json', 'sentence_bert_config.json', 'spk_dict.pt')
-#: Fields of config.json that save_pretrained itself sets.
-_OF_EACH_SAVE = ('architectures', 'dtype', 'torch_dtype', 'transformers_version', 'auto_map', '_name_or_path')
 
 
 def exported_config(
@@ -101,15 +94,63 @@ def _restore_use_cache(part: PretrainedConfig, base: Mapping[str, Any]) -> None:
         part.use_cache = before
 
 
+def ask_with_generation_config(
+    model: PreTrainedModel,
+    trained: PreTrainedModel,
+    tensors: Mapping[str, ModelTensor],
+    config: PretrainedConfig,
+    base_model: LocatedBase,
+) -> tuple[SaveAnswer, list[str]]:
+    """Ask what ``save_pretrained`` writes (:func:`.ask_save`), and return warnings. Runs on: all ranks.
+
+    It refuses a generation config that contradicts itself. Then ``do_sample`` is set, or none is written.
+
+    Args:
+        model: The model whose class is asked.
+        trained: The trained model, which has the generation config.
+    """
+    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
+    original = getattr(trained, 'origin_generation_config', None) or getattr(trained, 'generation_config', None)
+    if original is None or not model.can_generate():
+        return ask_save(model, tensors, config, None), []
+    generation = copy.deepcopy(original)
+    _restore_forced(generation, base_model)
+    problem = ''
+    for sampling in (generation, _with_sampling(generation)):
+        try:
+            answer = ask_save(model, tensors, config, sampling)
+        except ModelError as error:
+            problem = problem or error_text(error.__cause__ or error, 500)
+            continue
+        if GENERATION_CONFIG in answer.files:
+            warning = (
+                f'{GENERATION_CONFIG}: do_sample was set to True, without which transformers refuses it: {problem}'
+            )
+            return answer, [] if sampling is generation else [warning]
+    answer = ask_save(model, tensors, config, None)
+    return answer, [f'{GENERATION_CONFIG} was not written: transformers refuses it: {problem}']
+
+
+def _with_sampling(generation: GenerationConfig) -> GenerationConfig:
+    sampling = copy.deepcopy(generation)
+    sampling.do_sample = True
+    return sampling
+
+
 def write(
     folder: Path,
     model: PreTrainedModel,
     config: PretrainedConfig,
+    answer: SaveAnswer,
     tokenizer: Any | None,
     eos_token_ids: Sequence[int],
     base_model: LocatedBase,
 ) -> list[str]:
-    """Write the files, and return warnings. Runs on: rank 0."""
+    """Write the files, and return warnings. Runs on: rank 0.
+
+    Args:
+        answer: What ``save_pretrained`` of the model writes.
+    """
     from transformers.dynamic_module_utils import custom_object_save
 
     warnings = [
@@ -118,29 +159,29 @@ def write(
         f"reads. To keep the Hub's names, load the model, before training, from a folder that has them"
         for path, prefix in prefixes_left_out(model).items()
     ]
-    if is_remote_code(model):  # the folder does not load without the code
-        # transformers 4.48 does not set _auto_class; then the config has the base's auto_map
-        custom_object_save(model, str(folder), config=config if has_auto_class(model) else None)
-    forget_chosen_attention(config)
-    own_save = _try_own_save(model, folder)
-    generation = None
-    if model.can_generate() and model.generation_config is not None:
-        generation = _saved_generation_config(model, own_save)
-        move_generation_fields(config, generation)
-    warnings += write_config(folder, config)
-    if own_save is not None:
-        warnings += _write_own_save(folder, model_class(model), own_save)
-    if generation is not None:
-        warnings += _write_generation_config(folder, generation, eos_token_ids, base_model)
+    if is_remote_code(model) and not has_auto_class(model):  # as in transformers 4.48
+        custom_object_save(model, str(folder))  # the folder does not load without the code; the config has its auto_map
+    for name, content in answer.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    warnings += add_older_rope(folder, config)
+    if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
+        warnings.append(
+            f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '
+            f'({answer.problem}): files that it writes besides the weights may be missing'
+        )
+    warnings += warn_of_not_saved(answer.not_saved)
+    if eos_token_ids and GENERATION_CONFIG in answer.files:
+        _add_eos_token_ids(folder / GENERATION_CONFIG, eos_token_ids)
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_model)
     names = [name for name in PROCESSOR_FILES if base_model.has_file(name)]
     if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_model)):
         names.append('chat_template.json')  # a processor's, transformers < 5; it would override one that was replaced
     for name in names:
-        content = base_model.read_file(name)
-        if content is not None and not (folder / name).exists():
-            (folder / name).write_bytes(content)
+        of_base = base_model.read_file(name)
+        if of_base is not None and not (folder / name).exists():
+            (folder / name).write_bytes(of_base)
     if model_class(model).__name__ in (base_model.read_json('config.json').get('architectures') or ()):
         _copy_companions(folder, base_model)
     return warnings + _write_named_code(folder, base_model)
@@ -228,94 +269,12 @@ def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> No
         vars(generation).update(changed)
 
 
-def _write_generation_config(
-    folder: Path, generation: GenerationConfig, eos_token_ids: Sequence[int], base_model: LocatedBase
-) -> list[str]:
-    _restore_forced(generation, base_model)
-    if eos_token_ids:
-        known = generation.eos_token_id
-        known = known if isinstance(known, list) else [] if known is None else [known]
-        generation.eos_token_id = list(dict.fromkeys([*known, *eos_token_ids]))
-    try:
-        save_generation_config(generation, folder)
-        return []
-    except ValueError as error:
-        problem = ' '.join(str(error).split())
-    generation.do_sample = True
-    try:
-        save_generation_config(generation, folder)
-    except ValueError:
-        return [f'generation_config.json was not written: transformers refuses it: {problem}']
-    return [f'generation_config.json: do_sample was set to True, without which transformers refuses it: {problem}']
-
-
-def _saved_generation_config(model: PreTrainedModel, own_save: _OwnSave | None) -> GenerationConfig:
-    """A copy of what ``save_pretrained`` writes. Classes that override it, such as CSM's, add to it there."""
-    # ms-swift trains with settings for its own inference, and saves the original (swift/trainers/mixin.py, _save)
-    original = getattr(model, 'origin_generation_config', None)
-    if original is None and own_save is not None:
-        return own_save.generation
-    return copy.deepcopy(model.generation_config if original is None else original)
-
-
-@dataclass(frozen=True)
-class _OwnSave:
-    """The files that a class that overrides ``save_pretrained`` writes besides weights.
-
-    Attributes:
-        generation: The generation config as the override has left it.
-        files: Content by path.
-        fields: Fields of config.json that the override has set.
-        error: Why the override did not run to its end; None if it did.
-    """
-
-    generation: GenerationConfig | None
-    files: dict[str, bytes]
-    fields: dict[str, Any]
-    error: Exception | None
-
-
-def _try_own_save(model: PreTrainedModel, folder: Path) -> _OwnSave | None:
-    """Run the class's ``save_pretrained`` without weights; None if it is the one of transformers."""
-    from transformers import PreTrainedModel
-
-    kind = model_class(model)
-    if kind.save_pretrained is PreTrainedModel.save_pretrained:
-        return None
-    trial = copy.copy(model)  # it edits the configs; the tensors are shared
-    trial.config, trial.generation_config = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
-    before = json.loads(trial.config.to_json_string())
-    error = None
-    with quiet(), tempfile.TemporaryDirectory(prefix='.xhf_hooks_', dir=folder) as temporary:
-        try:
-            kind.save_pretrained(trial, temporary, state_dict={})
-        except Exception as raised:  # an override need not accept an empty state dict
-            error = raised
-        found = read_files(Path(temporary))
-    files = {
-        name: data for name, data in found.items() if not name.endswith(WEIGHTS) and name != 'generation_config.json'
-    }
-    after = json.loads(files.pop('config.json', b'{}'))
-    fields = {name: value for name, value in after.items() if name not in before or before[name] != value}
-    return _OwnSave(trial.generation_config, files, {k: v for k, v in fields.items() if k not in _OF_EACH_SAVE}, error)
-
-
-def _write_own_save(folder: Path, kind: type, own_save: _OwnSave) -> list[str]:
-    """Write what the class's ``save_pretrained`` has written besides weights, and return warnings."""
-    for name, content in own_save.files.items():
-        if not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    if own_save.fields:
-        config = strict_json.read(folder / 'config.json')
-        text = json.dumps({**config, **own_save.fields}, indent=2, sort_keys=True) + '\n'  # as transformers does
-        (folder / 'config.json').write_text(text, encoding='utf-8')
-    if own_save.error is None or kind.__module__.startswith('transformers.'):
-        return []
-    return [
-        f'{kind.__name__} has a save_pretrained of its own, which could not be run without weights '
-        f'({error_text(own_save.error)}): files that it writes besides the weights may be missing'
-    ]
+def _add_eos_token_ids(path: Path, eos_token_ids: Sequence[int]) -> None:
+    generation = strict_json.read(path)
+    known = generation.get('eos_token_id')
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    generation['eos_token_id'] = list(dict.fromkeys([*known, *eos_token_ids]))
+    path.write_text(json.dumps(generation, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
 
 
 def _base_chat_template(base_model: LocatedBase) -> str | dict[str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from xhf_hooks.compat.peft import edits_base, edits_base_again
 from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import CompositeExporter, Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.base import CompositeExporter, Export, Exporter, ExportRequest, specs_below, unchanged_entries
 from xhf_hooks.exporters.base_config import warn_of_lost_config
 from xhf_hooks.exporters.find_model import (
     adapters_in,
@@ -28,10 +29,10 @@ from xhf_hooks.exporters.loading_check import load_empty_adapter, loading_not_ch
 from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.model_card import name_base_in_card
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.surroundings import entries_around, files_of, write_what_surrounds
+from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
 from xhf_hooks.format.text import counted, error_text
 from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
-from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
+from xhf_hooks.planning.types import FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -70,13 +71,9 @@ class LoraExporter(CompositeExporter):
                 below = [] if len(adapters) == 1 or name == 'default' else [name]
                 self.parts['/'.join(above + below)] = self._adapter(path, peft_model, name)
         self.tokenizer_folder = next(iter(self.parts))
+        self.folder_around = ''  # what surrounds the model goes into the main folder
         self._model = self.parts[self.tokenizer_folder]._model
         self.notes = tuple(inactive_adapters(peft_model))
-
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
-        if '' in self.parts:
-            self.parts[''].whole = self.whole  # what surrounds the model goes into the main folder
-        return super().entries(specs, dtype)
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -86,14 +83,31 @@ class LoraExporter(CompositeExporter):
             return False
         return True
 
-    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
+    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter[Any]:
         return HuggingFaceExporter(model, path, {'': peft_model})
 
-    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> Exporter:
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> AdapterExporter:
         return AdapterExporter(path, peft_model, adapter)
 
 
-class AdapterExporter(Exporter):
+@dataclass(frozen=True, kw_only=True)
+class AdapterExport(Export):
+    """What is written of an adapter.
+
+    Attributes:
+        embedding_rows: Rows of the input embedding of the adapted model; None if it has none.
+        head_rows: Rows of its language-modelling head.
+        saves_embeddings: Whether the adapter's files have the embeddings.
+        around: What surrounds the adapted model.
+    """
+
+    embedding_rows: int | None
+    head_rows: int | None
+    saves_embeddings: bool
+    around: Surroundings
+
+
+class AdapterExporter(Exporter[AdapterExport]):
     """``adapter_config.json``, ``adapter_model.safetensors`` and the model card of the adapter.
 
     peft's ``get_peft_model_state_dict`` selects and renames the tensors (``modules_to_save``, trained biases, resized
@@ -109,12 +123,9 @@ class AdapterExporter(Exporter):
         self._peft_model = peft_model
         self._adapter = adapter
         self._model = peft_model.get_base_model()
-        self._embedding_rows: int | None = None  # known after entries(), as are the next
-        self._head_rows: int | None = None
-        self._saves_embeddings = False
-        self._around: set[str] = set()  # files with the weights of what surrounds the adapted model
 
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+    def export(self, request: ExportRequest) -> AdapterExport:
+        specs = request.specs
         # peft uses module paths, and FSDP1 adds components to them
         live = {without_wrappers(name): name for name, _ in module_tensors(self._peft_model, as_wrapped=True)}
         own = specs_below(self._path, specs)
@@ -126,10 +137,7 @@ class AdapterExporter(Exporter):
         tensors = module_tensors(self._peft_model)
         rows = {id(tensor): own[name].shape[0] for name, tensor in tensors if name in own and own[name].shape}
         embeddings = {id(tensor) for tensor in token_embeddings(self._model)}
-        self._embedding_rows = max((rows[key] for key in embeddings if key in rows), default=None)
         saved = {id(tensor) for name, tensor in tensors if name in own and own[name].name in read}
-        self._saves_embeddings = not embeddings.isdisjoint(saved)
-        self._head_rows = rows.get(id(output_embedding(self._model)))
         trained = {name for name, tensor in tensors if tensor.requires_grad}
         lost = {spec.name for name, spec in own.items() if name in trained} - read_by_all
         if lost:
@@ -137,12 +145,17 @@ class AdapterExporter(Exporter):
                 f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
-        around = entries_around(self.whole, self._path, specs, dtype, read)
-        self._around = files_of(around)
-        read.update(name for entry in around for name in entry.reads)
-        self.left_out = tuple(spec.name for spec in specs if spec.name not in read)
-        self.adapter_base_tensors = frozenset(spec.name for spec in own.values())
-        return [*unchanged_entries(found, dtype, ADAPTER_FILES), *around]
+        around = ask_surroundings(request, self._path, read)
+        read.update(name for entry in around.entries for name in entry.reads)
+        return AdapterExport(
+            entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *around.entries),
+            left_out=tuple(spec.name for spec in specs if spec.name not in read),
+            adapter_base_tensors=frozenset(spec.name for spec in own.values()),
+            embedding_rows=max((rows[key] for key in embeddings if key in rows), default=None),
+            head_rows=rows.get(id(output_embedding(self._model))),
+            saves_embeddings=not embeddings.isdisjoint(saved),
+            around=around,
+        )
 
     def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The tensors that peft's ``save_pretrained`` writes of an adapter, by the names that it gives.
@@ -171,10 +184,10 @@ class AdapterExporter(Exporter):
             raise _computed_by_peft(kind, f'what it computes ({error_text(error)})') from error
         return {without_wrappers(name): spec for name, spec in found.items()}
 
-    def check_loading(self, placements: Sequence[Placement]) -> list[str]:
+    def check_loading(self, export: AdapterExport, placements: Sequence[Placement]) -> list[str]:
         try:
             base = self._build_base()
-            own = [one for one in placements if one.file not in self._around]
+            own = [one for one in placements if one.file not in export.around.weight_files]
             problems = load_empty_adapter(base, self._config, own)
         except Exception as error:  # of any type, from custom code
             return [loading_not_checked(model_class(self._model), error)]
@@ -192,7 +205,9 @@ class AdapterExporter(Exporter):
         config.inference_mode = True
         return config
 
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(
+        self, export: AdapterExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
         self._peft_model.create_or_update_model_card(str(folder))
         name_base_in_card(folder, self.base_model)
         config = self._config
@@ -203,9 +218,9 @@ class AdapterExporter(Exporter):
             kind = model_class(self._model)
             auto_mapping = {'base_model_class': kind.__name__, 'parent_library': kind.__module__}
         config.save_pretrained(folder, auto_mapping_dict=auto_mapping)
-        warnings = hf_assets.compare_vocabulary(tokenizer, self._embedding_rows, self._head_rows, self)
-        if not self._saves_embeddings:
-            warnings += hf_assets.warn_of_lost_rows(self._embedding_rows, self._head_rows, self.base_model)
+        warnings = hf_assets.compare_vocabulary(tokenizer, export.embedding_rows, export.head_rows, self)
+        if not export.saves_embeddings:
+            warnings += hf_assets.warn_of_lost_rows(export.embedding_rows, export.head_rows, self.base_model)
         if tokenizer is not None:
             warnings += write_tokenizer(folder, tokenizer, self.base_model)
         warnings += _warn_of_edited_base(config)
@@ -214,7 +229,7 @@ class AdapterExporter(Exporter):
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
             )
-        return warnings + write_what_surrounds(folder, self.whole, self._path, self._around)
+        return warnings + export.around.write(folder, self._path)
 
 
 def _warn_of_edited_base(config: PeftConfig) -> list[str]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from xhf_hooks.compat.peft import magnitude_name, uses_dora
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.computed import ComputedTensor
 from xhf_hooks.exporters.find_model import adapters_in_use, base_path
 from xhf_hooks.model import without_wrappers
 from xhf_hooks.planning.types import TensorSpec
@@ -90,7 +89,7 @@ class WeightMerge:
 
 def merge_adapters(
     model: nn.Module, adapters: Mapping[str, PeftModel], own: Mapping[str, TensorSpec]
-) -> tuple[dict[str, TensorSpec], dict[str, ComputedTensor]]:
+) -> tuple[dict[str, TensorSpec], dict[str, WeightMerge]]:
     """The tensors of the merged model, with trained copies in place of what they replace; merges by source name.
 
     Args:
@@ -113,7 +112,7 @@ def merge_adapters(
     auxiliary = getattr(other, 'AuxiliaryTrainingWrapper', other.ModulesToSaveWrapper)
     for peft_model in adapters.values():
         require_lora(peft_model)
-    merges: dict[str, ComputedTensor] = {}
+    merges: dict[str, WeightMerge] = {}
     merged: set[str] = set()
     kept_below = {path: base_path(path) for path in adapters if path}  # by path of the wrapper
     for wrapped_path, module in model.named_modules(remove_duplicate=False):

@@ -62,44 +62,77 @@ def copy_on_meta(
         config: The config of the copy.
         shapes: The full shapes of the tensors by name. A rank may hold slices.
     """
-    copies: dict[int, nn.Module] = {}
 
-    def copied(module: nn.Module, path: str) -> nn.Module:
-        module = _without_adapter(module)
-        if id(module) in copies:  # at a second place
-            return copies[id(module)]
-        copy_of: nn.Module = object.__new__(model_class(module))  # copy.copy would call __init__ of an FSDP module
-        copies[id(module)] = copy_of
-        vars(copy_of).update(vars(module))
+    def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(shapes.get(name, tensor.shape), dtype=tensor.dtype, device='meta')
+        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
-        def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            shape = shapes.get(without_wrappers(f'{path}.{name}'), tensor.shape)
-            return torch.empty(shape, dtype=tensor.dtype, device='meta')
-
-        copy_of._parameters = {
-            name: None if one is None else nn.Parameter(empty(name, one), one.requires_grad)
-            for name, one in module._parameters.items()
-        }
-        copy_of._buffers = {name: None if one is None else empty(name, one) for name, one in module._buffers.items()}
-        copy_of._modules = {
-            name: None if one is None else copied(one, f'{path}.{name}') for name, one in module._modules.items()
-        }
-        return copy_of
-
-    whole = copied(model, '')
+    whole = copy_modules(model, empty)
     whole.config = copy.deepcopy(config)
     type(whole).tie_weights(whole)
     return whole
 
 
+def copy_modules(model: nn.Module, tensor_of: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of the modules of a live model, without wrappers, adapters and hooks of engines, and without its tensors.
+
+    Other attributes are shared, but for configs.
+
+    Args:
+        tensor_of: Makes a tensor of the copy, given its name in the model and the one of the live model.
+    """
+    copies: dict[int, nn.Module] = {}
+    configs: dict[int, Any] = {}
+
+    def copied(module: nn.Module, path: str) -> nn.Module:
+        module = _without_adapter(_without_wrapper(module))
+        if id(module) in copies:  # at a second place
+            return copies[id(module)]
+        copy_of: nn.Module = object.__new__(model_class(module))  # copy.copy would call __init__ of an FSDP module
+        copies[id(module)] = copy_of
+        vars(copy_of).update(vars(module))
+        prefix = f'{path}.' if path else ''
+        for tensors in ('_parameters', '_buffers'):
+            own = vars(module)[tensors].items()
+            setattr(copy_of, tensors, {n: None if one is None else tensor_of(f'{prefix}{n}', one) for n, one in own})
+        copy_of._modules = {
+            name: None if one is None else copied(one, f'{prefix}{name}') for name, one in module._modules.items()
+        }
+        for hooks in ('_state_dict_hooks', '_state_dict_pre_hooks'):
+            kept = {key: hook for key, hook in vars(module)[hooks].items() if not _is_of_engine(hook)}
+            vars(copy_of)[hooks] = type(vars(module)[hooks])(kept)
+        config = vars(module).get('config')
+        if hasattr(config, 'model_type'):
+            if id(config) not in configs:
+                configs[id(config)] = copy.deepcopy(config)
+            copy_of.config = configs[id(config)]
+        return copy_of
+
+    return copied(model, '')
+
+
+def _without_wrapper(module: nn.Module) -> nn.Module:
+    """The module in wrappers of FSDP, activation checkpointing and torch.compile."""
+    while inner := next((one for name, one in module._modules.items() if without_wrappers(name) == ''), None):
+        module = inner
+    return module
+
+
 def _without_adapter(module: nn.Module) -> nn.Module:
     """The module that an adapter of peft has wrapped, or is a copy of."""
     while type(module).__module__.startswith('peft.'):
-        inner = module._modules.get('base_layer') or module._modules.get('original_module')
+        parts = module._modules
+        inner = parts.get('base_layer') or parts.get('original_module') or parts.get('base_model') or parts.get('model')
         if inner is None:
             break
-        module = inner
+        module = _without_wrapper(inner)
     return module
+
+
+def _is_of_engine(hook: Any) -> bool:
+    """Whether a hook of an engine would gather tensors, or rename them."""
+    function = getattr(hook, 'hook', hook)  # torch wraps some
+    return (getattr(function, '__module__', None) or '').startswith(('torch.distributed', 'deepspeed', 'accelerate'))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ versions. They are given traced tensors, and what comes out says which named ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 #: Operations whose result has the elements of their tensor, in its order; a cast is that of the save or of the run.
 _COPIES = frozenset(('bfloat16', 'clone', 'contiguous', 'cpu', 'detach', 'double', 'float', 'half', 'to', 'type'))
 #: Operations that read values, for which a traced tensor has a stand-in; those of at most so many elements.
-_READS_VALUES = frozenset(
-    '__array__ __bool__ __complex__ __float__ __format__ __index__ __int__ __repr__ '
-    'equal is_nonzero item numpy tolist'.split()
-)
+_READS_VALUES = frozenset(('equal', 'is_nonzero', 'item', 'numpy', 'tolist')) | {
+    f'__{name}__' for name in ('array', 'bool', 'complex', 'float', 'format', 'index', 'int', 'repr')
+}
 _MAX_VALUES = 10**6
+_GET_DEVICE = torch.Tensor.device.__get__
 
 
 class ChangedInPlaceError(RuntimeError):
@@ -73,6 +73,7 @@ class TracedTensor(torch.Tensor):
     _place: int | None  # in the operation's results, if there are several
     _origin: Run | None  # of the first element of its storage, if that holds elements of one source
     _stand_in: ValueStandIn | None
+    _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device has not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,6 +81,10 @@ class TracedTensor(torch.Tensor):
         name = func.__name__
         if name in _READS_VALUES:
             return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
+        if name == 'untyped_storage':
+            return args[0]._memory
+        if name == '__get__' and func == _GET_DEVICE:
+            return torch.device('cpu')  # versions of transformers look for offloaded tensors on the meta device
         operands = _traced_in((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             versions = [one._version for one in operands]
@@ -88,11 +93,18 @@ class TracedTensor(torch.Tensor):
                 one._version != version for one, version in zip(operands, versions, strict=True)
             ):
                 raise ChangedInPlaceError(f'{name} has changed {operands[0].sources} in place')
+            operation = _Operation(func, args, kwargs)
             if isinstance(result, torch.Tensor):
-                return result if any(result is one for one in operands) else _made(result, operands, func, args, kwargs)
+                return result if any(result is one for one in operands) else _made(result, operands, operation, None)
             if isinstance(result, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in result):
-                return type(result)(_made_of_several(result, operands, func, args, kwargs))
+                made = [_made(one, operands, operation, place) for place, one in enumerate(result)]
+                return type(result)(made)
         return result
+
+    @property
+    def is_source(self) -> bool:
+        """Whether nothing has been done to it."""
+        return self._operation is None
 
     @property
     def run(self) -> Run | None:
@@ -109,22 +121,33 @@ class TracedTensor(torch.Tensor):
             return tuple(self.shape), self.dtype
 
 
-def traced(name: str, shape: Sequence[int], dtype: torch.dtype, stand_in: ValueStandIn | None = None) -> TracedTensor:
+def traced(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stand_in: ValueStandIn | None = None,
+    tied: TracedTensor | None = None,
+) -> TracedTensor:
     """A source with this name.
 
     Args:
         stand_in: What code gets that reads values; None: reading raises.
+        tied: Another source that seems to have the same memory.
     """
-    return _new(torch.empty(tuple(shape), dtype=dtype, device='meta'), (name,), None, None, Run(name, 0), stand_in)
+    empty = torch.empty(tuple(shape), dtype=dtype, device='meta').as_subclass(TracedTensor)
+    empty.sources, empty._operation, empty._place = (name,), None, None
+    empty._origin, empty._stand_in, empty._memory = Run(name, 0), stand_in, torch.UntypedStorage(1)
+    if tied is not None:
+        empty._memory = tied._memory
+    return empty
 
 
 def computed(
     shape: Sequence[int], dtype: torch.dtype, function: Callable[..., torch.Tensor], *args: Any
 ) -> TracedTensor:
     """What a function makes of traced tensors in its arguments. It is not called before :func:`replay`."""
-    operands = _traced_in(args)
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
-    return _new(empty, _sources_of(operands), _Operation(function, args, {}), None, None, operands[0]._stand_in)
+    return _made(empty, _traced_in(args), _Operation(function, args, {}), None)
 
 
 def replay(made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,53 +169,28 @@ def replay(made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor])
     return {name: value_of(one) for name, one in made.items()}
 
 
-def _new(
-    tensor: torch.Tensor,
-    sources: tuple[str, ...],
-    operation: _Operation | None,
-    place: int | None,
-    origin: Run | None,
-    stand_in: ValueStandIn | None,
+def _made(
+    result: torch.Tensor, operands: Sequence[TracedTensor], operation: _Operation, place: int | None
 ) -> TracedTensor:
-    found = tensor.as_subclass(TracedTensor)
-    found.sources, found._operation, found._place = sources, operation, place
-    found._origin, found._stand_in = origin, stand_in
-    return found
-
-
-def _made(result: torch.Tensor, operands: Sequence[TracedTensor], func: Any, args: Any, kwargs: Any) -> TracedTensor:
-    origin = _origin_of(result, operands, func.__name__)
-    return _new(result, _sources_of(operands), _Operation(func, args, kwargs), None, origin, operands[0]._stand_in)
-
-
-def _made_of_several(
-    results: Sequence[Any], operands: Sequence[TracedTensor], func: Any, args: Any, kwargs: Any
-) -> Iterator[Any]:
-    operation, sources = _Operation(func, args, kwargs), _sources_of(operands)
-    for place, result in enumerate(results):
-        if isinstance(result, torch.Tensor):
-            origin = _origin_of(result, operands, func.__name__)
-            result = _new(result, sources, operation, place, origin, operands[0]._stand_in)
-        yield result
-
-
-def _origin_of(result: torch.Tensor, operands: Sequence[TracedTensor], name: str) -> Run | None:
-    """Which source the storage of a result holds, and from which element on."""
-    origin = operands[0]._origin
-    if len(operands) != 1 or origin is None:
-        return None
-    (operand,) = operands
-    if result.untyped_storage()._cdata == operand.untyped_storage()._cdata:
-        return origin if result.dtype == operand.dtype else None
-    is_copy = name in _COPIES and operand.is_contiguous() and result.is_contiguous()
-    is_copy &= result.shape == operand.shape
-    return Run(origin.source, origin.offset + operand.storage_offset()) if is_copy else None
-
-
-def _sources_of(operands: Sequence[TracedTensor]) -> tuple[str, ...]:
-    if len(operands) == 1:
-        return operands[0].sources
-    return tuple(dict.fromkeys(name for one in operands for name in one.sources))
+    """A result of an operation on traced tensors, with what it is made of."""
+    made = result.as_subclass(TracedTensor)
+    made.sources = operands[0].sources
+    if len(operands) > 1:
+        made.sources = tuple(dict.fromkeys(name for one in operands for name in one.sources))
+    made._operation, made._place, made._stand_in = operation, place, operands[0]._stand_in
+    storage = result.untyped_storage()._cdata
+    viewed = [one for one in operands if one.untyped_storage()._cdata == storage]
+    is_whole = bool(viewed) and viewed[0].numel() == result.numel()
+    made._memory = viewed[0]._memory if is_whole else torch.UntypedStorage(1)  # parts do not count as tied
+    made._origin = None
+    origin, first = operands[0]._origin, operands[0]
+    if len(operands) > 1 or origin is None:
+        return made
+    if viewed:
+        made._origin = origin if result.dtype == first.dtype else None
+    elif operation.function.__name__ in _COPIES and first.is_contiguous() and result.shape == first.shape:
+        made._origin = Run(origin.source, origin.offset + first.storage_offset())
+    return made
 
 
 def _traced_in(value: Any) -> list[TracedTensor]:

@@ -15,7 +15,7 @@ from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.save import Saver
-from xhf_hooks.saves.telemetry import table
+from xhf_hooks.saves.telemetry import table, trained_of
 from xhf_hooks.system.files import errors_naming
 
 
@@ -92,7 +92,7 @@ def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
 
 def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
-    log, plan, exporter = saver.log, saver.plan, saver.preparation.exporter
+    log, plan, export = saver.log, saver.plan, saver.preparation.export
     n_tensors, n_files = len(plan.placements), len(plan.files)
     how = f'{saver.strategy.value} writer{", in the background" if saver.background is not None else ""}; at most '
     how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
@@ -115,14 +115,11 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
             f'trained outside of the exported model: {counted(len(others), "tensor")} ({some(others)}), saved to '
             f'{OTHER_FILES.path(WEIGHTS_NAME)}'
         )
-    left_out = [
-        name
-        for name in exporter.left_out
-        if name not in exporter.left_out_trained and name not in exporter.adapter_base_tensors
-    ]
+    told_otherwise = {*trained_of(export.left_out, saver.unwrapped.root), *export.adapter_base_tensors}
+    left_out = [name for name in export.left_out if name not in told_otherwise]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
-    for note in exporter.notes:
+    for note in saver.preparation.exporter.notes:
         log.info(note)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
@@ -33,11 +34,13 @@ class Preparation:
     """The plan of a model's saves, and what it was made from.
 
     Attributes:
+        export: What the exporter writes in each save.
         specs: The model's tensors. A save plans again if the model has other tensors by then.
         expected_extra_nbytes: Estimated memory of a save on the busiest rank.
     """
 
-    exporter: Exporter
+    exporter: Exporter[Any]
+    export: Export
     specs: list[TensorSpec]
     plan: SavePlan
     expected_extra_nbytes: int
@@ -80,7 +83,10 @@ def prepare_saves(
             run_config=unwrapped.run_config,
         )
         specs = source.specs()
-        entries = exporter.entries(specs, options.dtype)
+        export = exporter.export(
+            ExportRequest(specs, options.dtype, options.carry_base, unwrapped.run_config or {}, unwrapped.model)
+        )
+        entries = export.entries
         read_names = {name for entry in entries for name in entry.reads}
         _require_values(unwrapped, read_names)
         specs_with_masters = _with_masters(specs, entries, options.dtype)
@@ -102,7 +108,7 @@ def prepare_saves(
             specs_with_masters,
             max_shard_nbytes=parse_size(options.max_shard_size),
             bucket_nbytes=bucket_nbytes,
-            n_parameters=exporter.n_parameters,
+            n_parameters=export.n_parameters,
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
@@ -112,7 +118,7 @@ def prepare_saves(
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights; a larger max_shard_size makes fewer')
     require_same(collective, 'the save plan', plan.digest, lambda: describe_plan(plan))
     with collective.stage('check loading'):
-        notes = exporter.check_loading(plan.placements) if collective.rank == 0 else []
+        notes = exporter.check_loading(export, plan.placements) if collective.rank == 0 else []
         for note in notes:
             log.info(note)
         if widened:
@@ -120,14 +126,14 @@ def prepare_saves(
                 f'float32: no fp32 master weights were found of {counted(len(widened), "trained 16-bit tensor")} '
                 f'({some(widened)}); their 16-bit weights are widened'
             )
-        warn_of_left_out(log, exporter, unwrapped.root)
+        warn_of_left_out(log, export.left_out, unwrapped.root)
         # `memory_factor`: how many times the size of a bucket its gather needs
-        gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + exporter.combine_nbytes
+        gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + export.combine_nbytes
         # Five buffers of one round each: two to send from (together one bucket), and three to receive into, of which
         # one fills while two wait for the disk
         round_buffers_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, round_buffers_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
-        preparation = Preparation(exporter, specs, plan, extra_nbytes)
+        preparation = Preparation(exporter, export, specs, plan, extra_nbytes)
     return preparation
 
 

@@ -148,7 +148,8 @@ class Saver:
 
     def write_hf_assets(self, folder: Path) -> list[str]:
         """Write all files except the weights; returns warnings for the log. Runs on: rank 0."""
-        return self.preparation.exporter.write_hf_assets(folder, self.tokenizer, self.eos_token_ids)
+        prepared = self.preparation
+        return prepared.exporter.write_hf_assets(prepared.export, folder, self.tokenizer, self.eos_token_ids)
 
     def reserve_snapshot(self) -> int:
         """Run a trial snapshot, so that memory shortages surface before training; returns its bytes on this rank."""
@@ -248,8 +249,9 @@ class Saver:
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock(call_began)
         self.source = source_for(self.unwrapped.root)
-        warn_of_left_out(self.log, self.preparation.exporter, self.unwrapped.root)
-        is_outdated = self.source.specs() != self.preparation.specs or self.preparation.exporter.is_outdated()
+        prepared = self.preparation
+        warn_of_left_out(self.log, prepared.export.left_out, self.unwrapped.root)
+        is_outdated = self.source.specs() != prepared.specs or prepared.exporter.is_outdated(prepared.export)
         if self.collective.vote_any(is_outdated, 'plan'):
             in_background = self.background is not None
             self.preparation = prepare_saves(

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from xhf_hooks.format.text import counted, some
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.sources.host_memory import MemoryMeter
 
@@ -86,6 +87,13 @@ class RunLog(logging.LoggerAdapter):
         super().__init__(logger, {})
         self._name, self._only_errors, self.said = name, only_errors, said
         self.warned_before_training: set[str] = set()
+        self._last_warned_once = ''
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning, unless it was the last one logged so."""
+        if message != self._last_warned_once:
+            self._last_warned_once = message
+            self.warning(message)
 
     def warn_before_training(self, message: str) -> None:
         """Log a warning about all saves of the run, which is not repeated for each of them."""
@@ -134,15 +142,26 @@ def show(logger: logging.Logger, level: int = logging.INFO) -> None:
         logger.addHandler(_LastResort())
 
 
-def warn_of_left_out(log: RunLog, exporter: Any, model: nn.Module) -> None:
-    """Name what is trained and not saved, if that has changed."""
-    if exporter.look_for_left_out(model):
-        trained = exporter.left_out_trained
-        log.warning(
+def warn_of_left_out(log: RunLog, left_out: Collection[str], model: nn.Module) -> None:
+    """Name what is trained and not saved, once.
+
+    Args:
+        left_out: The tensors that are not saved.
+        model: The trained model.
+    """
+    if trained := trained_of(left_out, model):
+        log.warn_once(
             f'trained, but not saved: {counted(len(trained), "tensor")} ({some(trained)}). The exported model '
             f'has no place for them. If they are of another model of transformers, save it with a second hook that has '
             f'the option module; otherwise register an exporter (docs/extending.md)'
         )
+
+
+def trained_of(names: Collection[str], model: nn.Module) -> list[str]:
+    """Those of these tensors that training changes."""
+    wanted = set(names)
+    parameters = [(names[0], tensor) for tensor, names in names_by_identity(model)] if wanted else []
+    return [name for name, tensor in parameters if tensor.requires_grad and name in wanted]
 
 
 def log_save(log: RunLog, committed: CommittedCheckpoint, *, whole_path: bool = False) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -53,3 +55,31 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def as_the_only_process() -> Iterator[None]:
+    """To code that asks torch.distributed in this thread, there is one process, without a process group.
+
+    Code that runs on one rank alone, or on each rank for itself, would else wait for others in a barrier, or do nothing
+    on ranks other than 0.
+    """
+    from torch import distributed
+
+    thread = threading.get_ident()
+    answers = {'is_initialized': False, 'get_rank': 0, 'get_world_size': 1, 'barrier': None}
+    before = {name: getattr(distributed, name) for name in answers if hasattr(distributed, name)}
+
+    def replaced(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            return answer if threading.get_ident() == thread else function(*args, **kwargs)
+
+        return ask
+
+    for name, function in before.items():
+        setattr(distributed, name, replaced(function, answers[name]))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(distributed, name, function)

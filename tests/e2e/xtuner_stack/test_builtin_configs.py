@@ -23,6 +23,7 @@ from tests.e2e.xtuner_stack.stand_ins import family_of, stand_ins
 from tests.helpers.ranks.launch import REPO_ROOT
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.xtuner.chat_template import template_of_config
 from xhf_hooks.sources import WholeTensorsSource
 
@@ -102,7 +103,8 @@ def found_for(cfg: Config, known: dict[str, Found]) -> Found:
         model = BUILDER.build(cfg.model)
         try:
             exporter = exporter_for(model, None)
-            entries, chosen = exporter.entries(WholeTensorsSource(model).specs(), None), type(exporter).__name__
+            export = exporter.export(ExportRequest(WholeTensorsSource(model).specs()))
+            entries, chosen = export.entries, type(exporter).__name__
         except XhfError as error:
             entries, chosen = [], f'none: {error}'.partition(',')[0]
         reads = frozenset(name for entry in entries for name in entry.reads)

@@ -18,6 +18,7 @@ from tests.helpers.models.adapted import adapt, around, refusal
 from tests.helpers.models.zoo import DECODER, NOISE_STD
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.exporters import LoraExporter, ShardedMoeExporter, exporter_for
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for
 
 REWARD_TOKEN_ID = 130
@@ -155,5 +156,5 @@ def test_adapter_of_sharded_experts():
     model = adapt(deepseek_v2(2), target_modules=['q_a_proj'])
     exporter = exporter_for(model, None)
     assert type(exporter) is LoraExporter
-    assert all('lora_' in entry.hf_name for entry in exporter.entries(source_for(model).specs(), None))
+    assert all('lora_' in entry.hf_name for entry in exporter.export(ExportRequest(source_for(model).specs())).entries)
     assert 'sharded experts is not supported; set lora to' in refusal(model, 'merge')

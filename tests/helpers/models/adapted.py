@@ -10,6 +10,7 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import NOISE_STD, available, build
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from xhf_hooks.exporters.base import Exporter
 
 ATTENTION = ('q_proj', 'v_proj')
 #: In transformers 5 these are parameters of one module.
@@ -151,14 +151,38 @@ def around(**children: nn.Module) -> nn.Module:
     return model
 
 
-def planned(model: nn.Module, dtype: str | None = None, **options: Any) -> Exporter:
-    """The exporter of a model, when it knows what a save will hold."""
-    from xhf_hooks.exporters import exporter_for
-    from xhf_hooks.sources import source_for
+class Planned:
+    """An exporter and what it exports, as a save has them. Attributes are those of either.
 
-    exporter = exporter_for(model, None, **options)
-    exporter.entries(source_for(model).specs(), dtype)
-    return exporter
+    Attributes:
+        request: What the exporter is asked for.
+    """
+
+    def __init__(self, model: nn.Module, module: str | None, dtype: str | None, options: dict[str, Any]) -> None:
+        from xhf_hooks.exporters import exporter_for
+        from xhf_hooks.exporters.base import ExportRequest
+        from xhf_hooks.sources import source_for
+
+        self.exporter = exporter_for(model, module, **options)
+        self.request = ExportRequest(source_for(model).specs(), dtype, whole=model)
+        self.export = self.exporter.export(self.request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.export if hasattr(self.export, name) else self.exporter, name)
+
+    def check_loading(self, placements: Sequence[Any]) -> list[str]:
+        return self.exporter.check_loading(self.export, placements)
+
+    def write_hf_assets(self, folder: Path, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> list[str]:
+        """Ask the exporter again first if that is outdated, as a save does."""
+        if self.exporter.is_outdated(self.export):
+            self.export = self.exporter.export(self.request)
+        return self.exporter.write_hf_assets(self.export, folder, tokenizer, eos_token_ids)
+
+
+def planned(model: nn.Module, dtype: str | None = None, module: str | None = None, **options: Any) -> Planned:
+    """What a save of a model will hold."""
+    return Planned(model, module, dtype, options)
 
 
 def refusal(model: nn.Module, lora: str = 'adapter') -> str:

@@ -8,10 +8,7 @@ import huggingface_hub
 import pytest
 from torch import nn
 from torch.distributed import distributed_c10d
-from transformers import modeling_utils
 
-from tests.helpers.models.families import MODELS
-from tests.helpers.models.zoo import build
 from xhf_hooks.compat import deepspeed, peft, transformers
 from xhf_hooks.compat.huggingface_hub import split_state_dict
 
@@ -98,15 +95,6 @@ def test_doras_magnitudes_under_both_names():
     assert peft.magnitude_name('q', 'default', set()) == 'q.lora_magnitude_vector.default.weight'
 
 
-@pytest.mark.parametrize('family', ['llama', 'llama_tied', 'llava'])
-def test_ties_are_those_that_the_installed_transformers_lists(family, monkeypatch):
-    """Its own list, since 4.40, and the one that is made without it."""
-    model = build(family, models=MODELS)
-    listed = transformers.tied_weight_keys(model)
-    monkeypatch.delattr(modeling_utils, '_get_tied_weight_keys', raising=False)
-    assert sorted(transformers.tied_weight_keys(model)) == sorted(listed)
-
-
 def test_the_text_models_config_without_the_method():
     """transformers before 4.45."""
 
@@ -126,7 +114,6 @@ def test_the_text_models_config_without_the_method():
 def test_private_names_that_newer_versions_have():
     """If one of them goes, what stands in its place must be looked at again (xhf_hooks/compat)."""
     assert hasattr(distributed_c10d, '_set_pg_timeout')
-    assert hasattr(modeling_utils, '_get_tied_weight_keys')
     assert hasattr(huggingface_hub, 'split_state_dict_into_shards_factory')
 
 

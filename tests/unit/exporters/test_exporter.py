@@ -19,7 +19,6 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
-from xhf_hooks.sources import source_for
 
 
 class CounterConfig(PretrainedConfig):
@@ -48,7 +47,7 @@ class CounterModel(PreTrainedModel):
 
 
 def entries_of(model: nn.Module, module: str | None = None, dtype: str | None = None) -> list[ExportEntry]:
-    return exporter_for(model, module).entries(source_for(model).specs(), dtype)
+    return [*planned(model, dtype, module).entries]
 
 
 def saved_tensors(model: PreTrainedModel, folder) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -44,9 +44,8 @@ from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
+from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.tokenizer import find_tokenizer
-from xhf_hooks.sources import source_for
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
@@ -141,9 +140,7 @@ class WithMore(LlamaForCausalLM):
 
 class WithoutTrial(LlamaForCausalLM):
     def save_pretrained(self, folder, **options):
-        if options['state_dict'] == {}:
-            raise RuntimeError('no weights')
-        super().save_pretrained(folder, **options)
+        raise RuntimeError('no weights')
 
 
 def test_what_the_class_writes_besides_weights(tmp_path):
@@ -225,8 +222,8 @@ def test_what_surrounds_the_exported_model(with_weights, tmp_path):
     words = tokenizer()
     whole = Sentences(First(build('llama'), words), Pooling(), *([with_weights(4, 4)] if with_weights else []))
     before = {name: dict(vars(module)) for name, module in whole.named_modules()}
-    exporter = exporter_for(whole, None)
-    entries = exporter.entries(source_for(whole).specs(), 'BF16')
+    exporter = planned(whole, 'BF16')
+    entries = exporter.entries
     found, _ = find_tokenizer(None, None, exporter)
     assert found is words
     folder = tmp_path / 'found'
@@ -241,12 +238,15 @@ def test_what_surrounds_the_exported_model(with_weights, tmp_path):
         assert {one.file_set.path(f'{one.file_set.stem}.safetensors') for one in around} == {f'2_Projection/{WEIGHTS}'}
         told = {one.hf_name: (one.shape, one.dtype, one.reads) for one in around}
         assert told == {'linear.weight': ((4, 4), 'BF16', ('2.weight',)), 'linear.bias': ((4,), 'BF16', ('2.bias',))}
-    told = "['2_Halved/model.safetensors'] of Sentences are not saved: they hold weights outside of the exported model"
-    assert warnings == ([told] if with_weights is Halved else [])
-    assert exporter.left_out == ()
-    if with_weights is Halved:  # under their own names then, though nothing of sentence-transformers reads them there
-        assert {one.file_set.folder: one.reads for one in around} == {'other_modules': ('2.bias',)}
-        assert [one.hf_name for one in around] == ['2.weight', '2.bias']
+    if with_weights is Halved:  # what it saves is computed, and what it does not save stands under its own name
+        assert {one.hf_name: (one.file_set.folder, one.reads) for one in around} == {
+            'weight': ('2_Halved', ('2.weight',)),
+            '2.bias': ('other_modules', ('2.bias',)),
+        }
+        weight = torch.ones(4, 4)
+        (half,) = [one for one in around if one.hf_name == 'weight']
+        assert torch.equal(half.combine({'2.weight': weight})['weight'], weight / 2)
+    assert warnings == [] and exporter.left_out == ()
     assert {name: dict(vars(module)) for name, module in whole.named_modules()} == before
 
 
@@ -648,7 +648,7 @@ def test_settings_of_generation_in_the_config_are_where_save_pretrained_puts_the
     model = build('t5')
     model.config.max_length, model.config.num_beams = 64, 4
     if converts_weights():  # transformers 5 refuses them
-        with pytest.raises(ValueError, match='Generation parameters found'):
+        with pytest.raises(ModelError, match='Generation parameters found'):
             written(tmp_path / 'found', model)
         return
     written(tmp_path / 'found', model)

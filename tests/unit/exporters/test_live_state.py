@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertForSequenceClassification
 
-from tests.helpers.models.adapted import adapted, around, planned
+from tests.helpers.models.adapted import Planned, adapted, around, planned
 from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
@@ -27,7 +27,6 @@ from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError
-from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.model import module_tensors
@@ -35,7 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 
 
-def written(exporter: Exporter, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:
+def written(exporter: Planned, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     exporter.write_hf_assets(folder, tokenizer, ())
     return json.loads((folder / name).read_text())
@@ -188,12 +187,12 @@ def test_trained_tensors_that_are_not_saved_are_named(lora, caplog):
     model.frozen.requires_grad_(False)
     exporter, log = planned(model), RunLog(logging.getLogger('test_left_out'), 'Door')
     for _ in range(2):
-        warn_of_left_out(log, exporter, model)
+        warn_of_left_out(log, exporter.left_out, model)
     (message,) = caplog.messages
     assert caplog.records[0].levelname == 'WARNING' and 'docs/extending.md' in message
     assert f'trained, but not saved: 2 tensors ({OF_CRITIC}.weight, {OF_CRITIC}.bias)' in message
     model.frozen.requires_grad_(True)
-    warn_of_left_out(log, exporter, model)
+    warn_of_left_out(log, exporter.left_out, model)
     assert 'trained, but not saved: 4 tensors' in caplog.messages[-1]
 
 

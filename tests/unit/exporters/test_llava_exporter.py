@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
-from tests.helpers.models.adapted import around, is_known_to_peft, planned
+from tests.helpers.models.adapted import Planned, around, is_known_to_peft, planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
@@ -37,7 +37,7 @@ def bases(tmp_path_factory):
     return root
 
 
-def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, LlavaExporter]:
+def saved(model: nn.Module, folder: Path, *, words: int | None = VOCAB_SIZE, **options) -> tuple[Path, Planned]:
     """Saves ``model`` with a tokenizer; the folder and the exporter."""
     how = {k: options.get(k) for k in ('lora', 'llava_format')}
     exporter = planned(model, DTYPE_CODES.get(options.get('dtype')), **how)

@@ -11,24 +11,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.helpers.models.adapted import adapted, around
+from tests.helpers.models.adapted import Planned, adapted, around
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import available, build, small_config
 from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError, ModelError
-from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import Exporter
-from xhf_hooks.exporters.weight_conversion import convert_specs
+from xhf_hooks.exporters.made_entries import entries_of
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Placement
-from xhf_hooks.sources import source_for
 
 
-def planned(model: nn.Module, **options: Any) -> tuple[Exporter, list[Placement]]:
-    exporter, specs = exporter_for(model, None, **options), source_for(model).specs()
-    plan = make_plan(exporter.entries(specs, None), specs, max_shard_nbytes=10**9, bucket_nbytes=10**9)
+def planned(model: nn.Module, **options: Any) -> tuple[Planned, list[Placement]]:
+    exporter = Planned(model, None, None, options)
+    plan = make_plan(exporter.entries, exporter.request.specs, max_shard_nbytes=10**9, bucket_nbytes=10**9)
     return exporter, plan.placements
 
 
@@ -64,27 +61,25 @@ def test_an_unfused_expert_that_is_missing():
         exporter.check_loading([place for place in placements if 'layers.1.mlp.experts' not in place.hf_name])
 
 
-def checked_as_tied(family: str, is_tied: bool, monkeypatch: Any) -> list[str]:
+def checked_as_tied(family: str, is_tied: bool) -> list[str]:
     exporter, placements = planned(build(family, models=MODELS))
-    config = exporter._config
-    config.tie_word_embeddings = is_tied
-    monkeypatch.setattr(type(exporter), '_config', config)
+    exporter.export.config.tie_word_embeddings = is_tied
     return exporter.check_loading(placements)
 
 
-def test_a_tie_that_the_config_does_not_have(monkeypatch):
+def test_a_tie_that_the_config_does_not_have():
     with pytest.raises(ModelError, match=r'missing: lm_head\.weight|not tied to what is saved: lm_head\.weight'):
-        checked_as_tied('llama_tied', False, monkeypatch)
+        checked_as_tied('llama_tied', False)
 
 
-def test_a_tie_of_two_tensors_that_are_stored(monkeypatch):
+def test_a_tie_of_two_tensors_that_are_stored():
     """transformers 4 makes one of them. transformers 5 compares their values, and does not."""
     if converts_weights():
-        assert checked_as_tied('llama', True, monkeypatch) == []
+        assert checked_as_tied('llama', True) == []
         return
     said = 'tied, but trained apart: model.embed_tokens.weight and lm_head.weight.*set tie_word_embeddings to False'
     with pytest.raises(ModelError, match=said):
-        checked_as_tied('llama', True, monkeypatch)
+        checked_as_tied('llama', True)
 
 
 def test_an_adapter_is_loaded_by_peft():
@@ -101,10 +96,10 @@ def test_an_adapter_is_loaded_by_peft():
 
 def test_before_the_first_step_it_is_an_error_of_all_ranks(monkeypatch, tmp_path):
 
-    def forgets_a_tensor(model: Any, specs: Any) -> Any:
-        return [entry for entry in convert_specs(model, specs) if entry.hf_name != NORM]
+    def forgets_a_tensor(weights: Any, own: Any) -> Any:
+        return [entry for entry in entries_of(weights, own) if entry.hf_name != NORM]
 
-    monkeypatch.setattr('xhf_hooks.exporters.huggingface.convert_specs', forgets_a_tensor)
+    monkeypatch.setattr('xhf_hooks.exporters.huggingface.entries_of', forgets_a_tensor)
     with pytest.raises(AgreedError, match=f"stage 'check loading' failed on rank 0: .*1 missing: {NORM}"):
         save_folder(build('llama'), tmp_path / 'hf_model')
     assert not (tmp_path / 'hf_model').exists()

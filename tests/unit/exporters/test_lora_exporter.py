@@ -51,6 +51,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import set_rope_option
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExporter, exporter_for
+from xhf_hooks.saves.telemetry import trained_of
 
 BF16 = torch.bfloat16
 
@@ -352,7 +353,7 @@ def test_an_adapter_of_another_kind_is_pefts(kind, tmp_path):
     expected = {path.name: path.read_bytes() for path in (tmp_path / 'expected').iterdir()}
     assert {path.name: path.read_bytes() for path in committed.path.iterdir() if path.name in expected} == expected
     exporter = planned(around(llm=model))
-    assert exporter.left_out_trained == () and not exporter.look_for_left_out(around(llm=model))
+    assert trained_of(exporter.left_out, around(llm=model)) == []
     assert 'merging needs adapters of LoRA' in refusal(around(llm=model), 'merge')
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,15 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_model.files import LocatedBase, base_of_model
-from xhf_hooks.compat.transformers import accepted_options, dtype_field
+from xhf_hooks.compat.transformers import accepted_options, dtype_field, text_config
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import CompositeExporter
-from xhf_hooks.exporters.computed import ComputedTensor
+from xhf_hooks.exporters.base import CompositeExporter, ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.huggingface import Built, HuggingFaceExport, HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.traced import TracedTensor, computed
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -150,54 +149,56 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             expected = f'a projector of {len(_PROJECTOR_NAMES)} layers, found depth {depth}'
             raise ModelError(f"LlavaForConditionalGeneration has {expected}; set llava_format to 'xtuner'")
         self._select_layer = getattr(model, 'visual_select_layer', -2)
-        self._own: dict[str, dict[str, TensorSpec]] = {}
-        self._rows = 0
 
-    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
         """The names of LlavaForConditionalGeneration, with resized embeddings."""
-        self._own = {name: part._own_names(specs) for name, part in self._parts.items()}
-        self._computed = {base: made for part in self._parts.values() for base, made in part._computed.items()}
-        self._rows, widened = self._with_new_rows()
         prefixes = _prefixes(self._model)
-        named = {}
-        for part, own in {**self._own, 'llm': widened}.items():
-            for name, spec in own.items():
-                named[_renamed(name, prefixes[part])] = spec
-        return named
+        named: dict[str, TracedTensor] = {}
+        all_replaced: set[str] = set()
+        for part, exporter in self._parts.items():
+            own, replaced = exporter.own_tensors(specs)
+            if part == 'llm':
+                own, widened = self._with_new_rows(own)
+                replaced |= widened
+            named.update((_renamed(name, prefixes[part]), tensor) for name, tensor in own.items())
+            all_replaced |= replaced
+        return named, all_replaced
 
-    def _with_new_rows(self) -> tuple[int, dict[str, TensorSpec]]:
-        """The number of embedding rows, and the llm's tensors with that number.
+    def _with_new_rows(self, own: Mapping[str, TracedTensor]) -> tuple[dict[str, TracedTensor], set[str]]:
+        """The llm's tensors with as many rows of embeddings as the tokens need, and the sources of those that grew.
 
         As in XTuner, rows are added up to a multiple of 64 if the tokens do not fit. (XTuner adds one row too few if
         the first of the two tokens gets the last row.)
         """
-        own = dict(self._own['llm'])
-        llm = self._parts['llm']._build_reference(self._model.config)
+        llm = self._parts['llm'].build_reference(self._model.config, own)
         embeddings = [module for module in (llm.get_input_embeddings(), llm.get_output_embeddings()) if module]
         with_rows = {id(tensor) for module in embeddings for tensor in module.parameters()}
         names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
-        rows = own[names[0]].shape[0]
+        rows = own[names[0]].description[0][0]
         tokenizer = self.base_tokenizer()
         needed = rows + 2 if not hasattr(tokenizer, 'add_tokens') else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
-            return rows, own
+            return dict(own), set()
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
-        for source in {own[name].name: None for name in names}:  # a tied tensor is resized once
-            self._computed[source] = _ResizedEmbedding(source, wanted, self._computed.get(source))
-        return wanted, own | {name: replace(own[name], shape=(wanted, *own[name].shape[1:])) for name in names}
+        grown: dict[int, TracedTensor] = {}
+        for tensor in (own[name] for name in names):
+            if id(tensor) not in grown:  # a tied tensor is resized once
+                shape, dtype = tensor.description
+                grown[id(tensor)] = computed((wanted, *shape[1:]), dtype, _with_mean_rows, tensor, wanted)
+        replaced = {own[name].sources[0] for name in names}
+        return {name: grown.get(id(tensor), tensor) for name, tensor in own.items()}, replaced
 
-    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> LlavaConfig:
+    def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> LlavaConfig:
         from transformers import LlavaConfig
 
-        text = self._parts['llm']._exported_config(self._own['llm'], dtype)
-        vision = self._parts['visual_encoder']._exported_config(self._own['visual_encoder'], dtype)
+        vision_own = self._of_vision(own)
+        text = self._parts['llm'].written_config({n: one for n, one in own.items() if n not in vision_own}, request)
+        vision = self._parts['visual_encoder'].written_config(vision_own, request)
         projector = self._parts['projector']._model.config
-        text.vocab_size = self._rows
         config = LlavaConfig(
             text_config=text,
             vision_config=vision,
-            image_token_index=self._rows - 2,  # replaced when the tokenizer is known
-            image_seq_length=_n_patches(vision) + self._n_class_tokens() - 1,
+            image_seq_length=_n_patches(vision) + self._n_class_tokens(own) - 1,
             projector_hidden_act=projector.hidden_act,
             multimodal_projector_bias=projector.bias,
             vision_feature_layer=self._select_layer,
@@ -208,32 +209,45 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         setattr(config, dtype_field(config), getattr(text, dtype_field(text)))
         return config
 
-    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+    def _build(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Built:
+        built = super()._build(own, request)
+        built.config.image_token_index = _rows_of(built.config) - 2  # replaced when the tokenizer is known
+        return built
+
+    def build_reference(
+        self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
+    ) -> PreTrainedModel:
         from transformers import LlavaForConditionalGeneration
 
         return build_on_meta(LlavaForConditionalGeneration, config)
 
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        config = self._config
-        warnings = []
+    def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
+        return reference
+
+    def write_hf_assets(
+        self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
+        config = copy.deepcopy(export.config)
+        warnings = [*export.warnings]
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
         if not hasattr(tokenizer, 'add_tokens'):
             tokenizer = None  # what is copied cannot get it, either
             warnings.append(f'no tokenizer: config.json has {config.image_token_index} as the id of {IMAGE_TOKEN}')
         else:
             tokenizer, image_id, pad_id = _with_image_token(tokenizer)
-            if max(image_id, pad_id) >= self._rows:
+            if max(image_id, pad_id) >= _rows_of(config):
                 raise ModelError(
                     f'with {IMAGE_TOKEN} and {PAD_TOKEN}, the tokenizer has {len(tokenizer)} tokens, but the '
-                    f'embeddings have {self._rows} rows, for the tokenizer of the base model '
+                    f'embeddings have {_rows_of(config)} rows, for the tokenizer of the base model '
                     f'{self.base_model.name!r}; give that one (the option tokenizer; in xhf-convert, beside the '
                     f'checkpoint or in --base), or call resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
-        warnings += hf_assets.write(folder, self._model, config, tokenizer, eos_token_ids, LocatedBase())
-        return warnings + self._write_processor(folder)
+        warnings += hf_assets.write(folder, self._model, config, export.answer, tokenizer, eos_token_ids, LocatedBase())
+        hf_assets.write_config(folder, config)
+        return warnings + self._write_processor(export, folder)
 
-    def _write_processor(self, folder: Path) -> list[str]:
+    def _write_processor(self, export: HuggingFaceExport, folder: Path) -> list[str]:
         """Write the files of LlavaProcessor's ``save_pretrained``, without building an image processor.
 
         Only with the settings that the installed class takes: one more, and it does not load.
@@ -249,9 +263,9 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         (folder / 'preprocessor_config.json').write_bytes(preprocessor)
         settings = {
             'image_token': IMAGE_TOKEN,
-            'patch_size': self._config.vision_config.patch_size,
-            'num_additional_image_tokens': self._n_class_tokens(),
-            'vision_feature_select_strategy': self._config.vision_feature_select_strategy,
+            'patch_size': export.config.vision_config.patch_size,
+            'num_additional_image_tokens': self._n_class_tokens(export.own),
+            'vision_feature_select_strategy': export.config.vision_feature_select_strategy,
         }
         taken = accepted_options(LlavaProcessor, settings)
         processor = {'processor_class': 'LlavaProcessor', **taken}
@@ -264,35 +278,30 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             f'processor with a newer transformers, add these settings there'
         ]
 
-    def _n_class_tokens(self) -> int:
+    def _n_class_tokens(self, own: Mapping[str, TracedTensor]) -> int:
         """Number of class tokens in the visual encoder's output: 1 for CLIP, 0 for SigLIP."""
-        positions = [s for n, s in self._own['visual_encoder'].items() if n.endswith('position_embedding.weight')]
-        return positions[0].shape[0] - _n_patches(self._parts['visual_encoder']._model.config) if positions else 1
+        positions = [one for n, one in self._of_vision(own).items() if n.endswith('position_embedding.weight')]
+        n_patches = _n_patches(self._parts['visual_encoder']._model.config)
+        return positions[0].description[0][0] - n_patches if positions else 1
+
+    def _of_vision(self, own: Mapping[str, TracedTensor]) -> dict[str, TracedTensor]:
+        (prefix,) = _prefixes(self._model)['visual_encoder'].values()
+        return {name: tensor for name, tensor in own.items() if name.startswith(prefix)}
 
 
-@dataclass(frozen=True)
-class _ResizedEmbedding:
-    """Extends a tensor ``(vocab, ...)`` to ``(rows, ...)``: new rows are the mean of the existing ones.
+def _rows_of(config: PretrainedConfig) -> int:
+    """Rows of the embeddings."""
+    return text_config(config).vocab_size
+
+
+def _with_mean_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """Extend a tensor ``(vocab, ...)`` to ``(rows, ...)``: new rows are the mean of the existing ones.
 
     The mean is computed in float64, so that it does not depend on the order of summation by threads.
-
-    Attributes:
-        made: Computes the tensor to extend, if it is itself computed.
     """
-
-    base: str
-    rows: int
-    made: ComputedTensor | None = None
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.base,) if self.made is None else self.made.reads
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        weight = tensors[self.base] if self.made is None else self.made(tensors)
-        total = sum(chunk.double().sum(dim=0) for chunk in weight.split(_CHUNK_ROWS))
-        mean = (total / len(weight)).to(weight.dtype)
-        return torch.cat([weight, mean.expand(self.rows - len(weight), *weight.shape[1:])])
+    total = sum(chunk.double().sum(dim=0) for chunk in weight.split(_CHUNK_ROWS))
+    mean = (total / len(weight)).to(weight.dtype)
+    return torch.cat([weight, mean.expand(rows - len(weight), *weight.shape[1:])])
 
 
 def _with_image_token(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, int, int]:

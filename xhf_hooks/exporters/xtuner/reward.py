@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
-from xhf_hooks.exporters.base import Exporter, specs_below, unchanged_entries
+from xhf_hooks.exporters.base import Exporter, ExportRequest, specs_below, unchanged_entries
 from xhf_hooks.exporters.find_model import adapters_in, base_path, pretrained_in, quantization_of
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
-from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExporter, LoraExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter
+from xhf_hooks.exporters.lora import ADAPTER_FILES, AdapterExport, AdapterExporter, LoraExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.exporters.traced import TracedTensor, traced
+from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -103,10 +105,10 @@ class RewardExporter(LoraExporter):
             and (BACKBONE in pretrained_in(model) or super().accepts(model, BACKBONE))
         )
 
-    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter:
+    def _merged(self, model: nn.Module, path: str, peft_model: PeftModel) -> Exporter[Any]:
         return _HeadedExporter(model, path, {'': peft_model}, self._reward_token_id)
 
-    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> Exporter:
+    def _adapter(self, path: str, peft_model: PeftModel, adapter: str) -> AdapterExporter:
         return _HeadedAdapterExporter(path, peft_model, adapter)
 
 
@@ -126,22 +128,28 @@ class _HeadedExporter(HuggingFaceExporter):
         self._head = head_of(self._class)
         self._reward_token_id = reward_token_id
 
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
-        warnings = self._write_hf_assets_of(self._reference, folder, tokenizer, ())
-        if self._head == 'score' and self._config.pad_token_id is None:
+    def write_hf_assets(
+        self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
+        warnings = super().write_hf_assets(export, folder, tokenizer, ())
+        if self._head == 'score' and export.config.pad_token_id is None:
             warnings.append(
                 'config.json has no pad_token_id: until it is set, transformers can only score single texts'
             )
         return warnings
 
-    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
+        of_backbone, replaced = super().own_tensors(specs)
         prefix = self._class.base_model_prefix
-        own = {f'{prefix}.{name}': spec for name, spec in super()._own_names(specs).items()}
-        own.update((f'{self._head}.{name}', spec) for name, spec in specs_below(HEAD, specs).items())
-        return own
+        own = {f'{prefix}.{name}': one for name, one in of_backbone.items()}
+        own.update(
+            (f'{self._head}.{name}', traced(spec.name, spec.shape, TORCH_DTYPES[spec.dtype]))
+            for name, spec in specs_below(HEAD, specs).items()
+        )
+        return own, replaced
 
-    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        config = super()._exported_config(own, dtype)
+    def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:
+        config = super().written_config(own, request)
         config.architectures = [self._class.__name__]
         auto_map = getattr(config, 'auto_map', None)
         if self._head == 'score':
@@ -152,7 +160,7 @@ class _HeadedExporter(HuggingFaceExporter):
             return config
         if auto_map:
             auto_map.pop('AutoModelForCausalLM', None)
-        of_config = self.run_config.get('reward_token_id')
+        of_config = request.run_config.get('reward_token_id')
         if self._reward_token_id is not None:
             config.reward_token_id = self._reward_token_id
         elif isinstance(of_config, int):
@@ -163,8 +171,13 @@ class _HeadedExporter(HuggingFaceExporter):
             )
         return config
 
-    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+    def build_reference(
+        self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
+    ) -> PreTrainedModel:
         return build_on_meta(self._class, config)
+
+    def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
+        return reference
 
 
 class _HeadedAdapterExporter(AdapterExporter):
@@ -197,14 +210,18 @@ class _HeadedAdapterExporter(AdapterExporter):
         config.num_labels = 1
         return build_on_meta(reward_class(self._model), config)
 
-    def entries(self, specs: Sequence[TensorSpec], dtype: str | None) -> list[ExportEntry]:
+    def export(self, request: ExportRequest) -> AdapterExport:
+        export = super().export(request)
+        head = specs_below(HEAD, request.specs)
         entries = [
             replace(entry, hf_name=self._prefix + entry.hf_name.removeprefix(f'{_IN_ADAPTER}.'))
-            for entry in super().entries(specs, dtype)
+            for entry in export.entries
         ]
-        head = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in specs_below(HEAD, specs).items()}
-        self.left_out = tuple(name for name in self.left_out if name not in {spec.name for spec in head.values()})
-        return entries + unchanged_entries(head, dtype, ADAPTER_FILES)
+        named = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in head.items()}
+        entries += unchanged_entries(named, request.dtype, ADAPTER_FILES)
+        written = {spec.name for spec in head.values()}
+        left_out = tuple(name for name in export.left_out if name not in written)
+        return replace(export, entries=tuple(entries), left_out=left_out)
 
 
 def has_head(model: nn.Module) -> bool:

@@ -9,22 +9,21 @@ XTuner holds the experts of a layer in shards, ``experts.{shard}.w1w3`` of shape
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
-from xhf_hooks.exporters.huggingface import HuggingFaceExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.traced import TracedTensor
 from xhf_hooks.model import model_class
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -38,19 +37,6 @@ _EXPERT_PARTS = {
 #: Options that XTuner added to the official configs.
 _XTUNER_OPTIONS = ('moe_implementation', 'expert_in_one_shard')
 _FUSED = re.compile(r'(?P<experts>.+\.experts)\.(?P<shard>\d+)\.(?P<part>w1w3|w2)')
-
-
-@dataclass(frozen=True)
-class Unfuse:
-    """Splits a fused tensor ``(experts, rows, columns)`` into views of row blocks, in the order of ``outputs``."""
-
-    read: str
-    outputs: tuple[str, ...]
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        fused = tensors[self.read]
-        parts = fused.view(len(self.outputs), -1, fused.shape[-1])
-        return dict(zip(self.outputs, parts.unbind(0), strict=True))
 
 
 @EXPORTERS.register_module()
@@ -74,10 +60,12 @@ class ShardedMoeExporter(HuggingFaceExporter):
             raise ModelError(f'{name} has sharded experts; supported are {sorted(_EXPERT_PARTS)}')
         self._parts = _EXPERT_PARTS[name]
 
-    def write_hf_assets(self, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]) -> list[str]:
+    def write_hf_assets(
+        self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
+    ) -> list[str]:
         """Copies the base model's custom code, too, if transformers does not have the model."""
-        warnings = super().write_hf_assets(folder, tokenizer, eos_token_ids)
-        code = getattr(self._config, 'auto_map', None) or {}
+        warnings = super().write_hf_assets(export, folder, tokenizer, eos_token_ids)
+        code = getattr(export.config, 'auto_map', None) or {}
         files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
         for name in sorted(files):
             content = self.base_model.read_file(name)
@@ -85,46 +73,39 @@ class ShardedMoeExporter(HuggingFaceExporter):
                 (folder / name).write_bytes(content)
         return warnings
 
-    def _exported_config(self, own: dict[str, TensorSpec], dtype: str | None) -> PretrainedConfig:
-        config = super()._exported_config(own, dtype)
+    def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:
+        config = super().written_config(own, request)
         for name in _XTUNER_OPTIONS:
             config.__dict__.pop(name, None)
         return config
 
-    def _build_reference(self, config: PretrainedConfig) -> PreTrainedModel:
+    def build_reference(
+        self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
+    ) -> PreTrainedModel:
         config = copy.deepcopy(config)
         config.moe_implementation = 'origin'
         return build_on_meta(model_class(self._model), config)
 
-    def _own_names(self, specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-        """The official names; the specs of an expert's parts have the source name of the fused tensor."""
-        own: dict[str, TensorSpec] = {}
+    def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
+        return reference
+
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
+        """The official names: each part of an expert is a range of the fused tensor."""
+        fused_too, replaced = super().own_tensors(specs)
+        own: dict[str, TracedTensor] = {}
         gate, up, down = self._parts
-        for name, spec in super()._own_names(specs).items():
+        for name, tensor in fused_too.items():
             fused = _FUSED.fullmatch(name)
             if fused is None:
-                own[name] = spec
+                own[name] = tensor
                 continue
             parts = (gate, up) if fused['part'] == 'w1w3' else (down,)
-            n_experts, rows, columns = spec.shape
-            part_spec = replace(spec, shape=(rows // len(parts), columns))
+            n_experts, rows, columns = tensor.description[0]
+            views = tensor.view(n_experts, len(parts), rows // len(parts), columns)
             for i in range(n_experts):
                 expert = f'{fused["experts"]}.{int(fused["shard"]) * n_experts + i}'
-                own.update((f'{expert}.{part}.weight', part_spec) for part in parts)
-        return own
-
-    def _convert(self, own: dict[str, TensorSpec]) -> list[ExportEntry]:
-        outputs_of: dict[str, list[str]] = {}
-        for name, spec in own.items():
-            outputs_of.setdefault(spec.name, []).append(name)
-        entries = []
-        for read, outputs in outputs_of.items():
-            unfuse = Unfuse(read, tuple(outputs)) if _FUSED.match(read) else None
-            for i, name in enumerate(outputs):
-                spec = own[name]
-                first = None if unfuse is None else i * math.prod(spec.shape)
-                entries.append(ExportEntry(name, spec.shape, spec.dtype, (read,), unfuse, source_offset=first))
-        return entries
+                own.update((f'{expert}.{part}.weight', views[i, which]) for which, part in enumerate(parts))
+        return own, replaced
 
 
 def is_sharded_moe(model: nn.Module) -> bool:

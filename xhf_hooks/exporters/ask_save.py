@@ -1,0 +1,285 @@
+"""Asks ``save_pretrained`` of a trained model's class what it would write: which tensors into which file, and the rest.
+
+A copy of the model runs its own class's ``save_pretrained`` with traced tensors (:mod:`.traced`), which have names and
+shapes and no values. safetensors' ``save_file`` notes what it is given and writes nothing. So names, order, ties,
+conversions of fused weights, configs and custom code are those of the installed transformers and of the class itself,
+and neither sees a tensor or a hook of the live model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from xhf_hooks.errors import ModelError
+from xhf_hooks.exporters.on_meta import copy_modules, preserved_random_state, without_zero_init
+from xhf_hooks.exporters.traced import TracedTensor, ValueStandIn, traced
+from xhf_hooks.format.index import SHARD_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.text import error_text, some
+from xhf_hooks.model import model_class
+from xhf_hooks.system.library_settings import as_the_only_process, quiet
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+#: How the names of files with weights end.
+WEIGHTS = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.index.json')
+GENERATION_CONFIG = 'generation_config.json'
+#: Attributes of a model that was loaded onto several devices, or split by tensor parallelism; the copy is whole.
+_OF_DEVICES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh')
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of the model to save.
+
+    Attributes:
+        tied: Equal for tensors that are one, and that loading ties again.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tied: object
+
+
+@dataclass(frozen=True)
+class SaveAnswer:
+    """What ``save_pretrained`` would write.
+
+    Attributes:
+        weights: The tensors of each safetensors file, by their names in it and in its order. Their sources are names in
+            the model. The files of one model are one here, ``model.safetensors``.
+        files: The content of all other files, by path.
+        not_saved: Files that cannot be written: the content depends on values of tensors, or is weights of another
+            format.
+        problem: Why a ``save_pretrained`` of the class's own was not asked; that of transformers was.
+    """
+
+    weights: Mapping[str, Mapping[str, TracedTensor]] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    not_saved: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def has_own_save(model: nn.Module) -> bool:
+    """Whether the class of a model of transformers overrides ``save_pretrained``."""
+    from transformers import PreTrainedModel
+
+    return model_class(model).save_pretrained is not PreTrainedModel.save_pretrained
+
+
+def ask_save(
+    model: PreTrainedModel,
+    tensors: Mapping[str, ModelTensor],
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+) -> SaveAnswer:
+    """Ask the class of a model of transformers. Runs on: any rank, for itself.
+
+    Args:
+        model: The trained model, or one on the meta device.
+        tensors: All tensors of its state dict by name, each with its full shape.
+        config: The config to write.
+        generation: The generation config to write, if the class generates; None writes none.
+
+    Raises:
+        ModelError: ``save_pretrained`` of transformers fails, or writes no safetensors file.
+    """
+    from transformers import PreTrainedModel
+
+    def trial(stand_in: ValueStandIn) -> Any:
+        made = _copied(model, tensors, stand_in)
+        made.config = copy.deepcopy(config)
+        for name in _OF_DEVICES:
+            vars(made).pop(name, None)
+        if generation is None:
+            made.can_generate = lambda: False
+        else:
+            made.generation_config = copy.deepcopy(generation)
+        if any(map(_is_of_quantizer, getattr(made, '_weight_conversions', None) or ())):
+            del made._weight_conversions
+        return made
+
+    kind, problem = model_class(model), None
+    if has_own_save(model):
+        try:
+            return _require_weights(kind, _ask(kind.save_pretrained, trial))
+        except Exception as error:  # of any type, from the class
+            problem = error_text(error)
+    try:
+        found = _require_weights(kind, _ask(PreTrainedModel.save_pretrained, trial))
+    except Exception as error:  # of any type: conversions refuse in many ways
+        raise ModelError(
+            f'save_pretrained of {kind.__name__} failed with tensors without values: {error_text(error, 500)}'
+        ) from error
+    return SaveAnswer(found.weights, found.files, found.not_saved, problem)
+
+
+def ask_save_around(whole: nn.Module, tensors: Mapping[str, ModelTensor], silent: Collection[str]) -> SaveAnswer:
+    """Ask the class of what surrounds a model of transformers, such as SentenceTransformer. Runs on: any rank.
+
+    Args:
+        whole: The trained model.
+        tensors: All of its tensors by name.
+        silent: Paths of models in it that are saved otherwise; their ``save_pretrained`` does nothing.
+
+    Raises:
+        Exception: Anything, from ``save_pretrained`` of the class.
+    """
+
+    def trial(stand_in: ValueStandIn) -> Any:
+        made = _copied(whole, tensors, stand_in)
+        for path, module in made.named_modules():
+            if path in silent:
+                module.save_pretrained = lambda *arguments, **options: None
+        return made
+
+    save = model_class(whole).save_pretrained
+    known = inspect.signature(save).parameters
+    options: dict[str, Any] = {'create_model_card': False}  # sentence-transformers' would describe the whole run
+    return _ask(save, trial, **{name: value for name, value in options.items() if name in known})
+
+
+def _ask(save: Callable[..., object], trial: Callable[[ValueStandIn], Any], **options: Any) -> SaveAnswer:
+    """Ask once; where the code reads values of tensors, once more with other values."""
+    one = ValueStandIn(1)
+    found = _ask_once(save, trial(one), options)
+    if not one.was_read:
+        return found
+    again = _ask_once(save, trial(ValueStandIn(2)), options)
+    files = {name: data for name, data in found.files.items() if again.files.get(name) == data}
+    differing = sorted((found.files.keys() | again.files.keys()) - files.keys())
+    return SaveAnswer(found.weights, files, (*found.not_saved, *differing))
+
+
+def _ask_once(save: Callable[..., object], trial: Any, options: Mapping[str, Any]) -> SaveAnswer:
+    with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as temporary:
+        folder = Path(temporary).resolve()
+        settings = (quiet(), without_zero_init(), preserved_random_state(), as_the_only_process())
+        with contextlib.ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting)
+            noted = stack.enter_context(_files_noted(trial, folder))
+            save(trial, str(folder), **options)
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_below(folder)}
+    weights = {name: given for name, given in noted.items() if _is_traced(given)}
+    not_saved = [name for name in (*noted, *files) if name.endswith(WEIGHTS) and name not in weights]
+    indexes = [name for name in not_saved if name.endswith('.index.json')]  # a save writes its own
+    return SaveAnswer(
+        _as_sets(weights),
+        {name: data for name, data in files.items() if not name.endswith(WEIGHTS)},
+        tuple(name for name in not_saved if name not in indexes),
+    )
+
+
+def _as_sets(weights: Mapping[str, Mapping[str, TracedTensor]]) -> dict[str, Mapping[str, TracedTensor]]:
+    """The files of weights, where those into which a model was split are one again."""
+    found: dict[str, dict[str, TracedTensor]] = {}
+    for name, tensors in weights.items():
+        if SHARD_NAME.fullmatch(Path(name).name):
+            name = name[: -len('-00001-of-00001.safetensors')] + WEIGHTS_SUFFIX
+        found.setdefault(name, {}).update(tensors)
+    return dict(found)
+
+
+def _require_weights(kind: type, answer: SaveAnswer) -> SaveAnswer:
+    if not answer.weights:
+        from transformers import __version__
+
+        raise ModelError(
+            f'save_pretrained of {kind.__name__} in transformers {__version__} writes no safetensors file by the '
+            f'function save_file of safetensors.torch (it wrote {some(sorted(answer.files), 5)}), so a save cannot '
+            f'find out what it holds; use another version of transformers, and please report this'
+        )
+    return answer
+
+
+def _copied(model: nn.Module, tensors: Mapping[str, ModelTensor], stand_in: ValueStandIn) -> Any:
+    """A copy of a model with traced tensors. Its state dict has one of each name, though tied tensors are one."""
+    made: dict[object, TracedTensor] = {}
+
+    def tensor_of(name: str, live: torch.Tensor) -> torch.Tensor:
+        one = tensors.get(name)
+        if one is None:  # a buffer that is in no state dict
+            return torch.empty(live.shape, dtype=live.dtype, device='meta')
+        if one.tied not in made:
+            made[one.tied] = traced(name, one.shape, one.dtype, stand_in)
+            made[one.tied]._is_param = isinstance(live, nn.Parameter)  # what nn.Parameter sets on a subclass of Tensor
+        return made[one.tied]
+
+    def name_tensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name in state:
+            one = tensors.get(name)
+            if one is not None and isinstance(state[name], torch.Tensor):
+                tied = made.get(one.tied)  # none for an extra state
+                state[name] = traced(name, one.shape, one.dtype, stand_in, tied)
+
+    found = copy_modules(model, tensor_of)
+    hooks = found._state_dict_hooks
+    found._state_dict_hooks = type(hooks)({-1: name_tensors, **hooks})  # before those of the model's own code
+    return found
+
+
+def _is_of_quantizer(conversion: Any) -> bool:
+    """Whether a quantizer has made this conversion when it loaded the model, such as dequantizing; it is gone since."""
+    return any(hasattr(operation, 'hf_quantizer') for operation in getattr(conversion, 'operations', ()))
+
+
+@contextlib.contextmanager
+def _files_noted(trial: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
+    """Inside, functions that write weights of the trial into the folder note, by path, what they are given.
+
+    They are replaced in the modules that define its classes, where ``from safetensors.torch import save_file`` has put
+    them, and called as they are for anything else, such as a save by another thread.
+    """
+    noted: dict[str, Any] = {}
+
+    def note(write: Callable[..., Any], given: Any, file: Any, args: Any, kwargs: Any) -> Any:
+        name = (
+            file if isinstance(file, (str, Path)) else getattr(file, 'name', '')
+        )  # torch.save takes an open file, too
+        path = Path(name).resolve() if isinstance(name, (str, Path)) else Path()
+        if not path.is_relative_to(folder):
+            return write(given, file, *args, **kwargs)
+        noted[path.relative_to(folder).as_posix()] = given
+        return None
+
+    save_file, save = safetensors.torch.save_file, torch.save
+
+    def note_safetensors(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return note(save_file, dict(tensors), filename, args, kwargs)
+
+    def note_pickle(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        return note(save, obj, f, args, kwargs)
+
+    kinds = {kind for module in trial.modules() for kind in type(module).__mro__}
+    names = {kind.__module__ for kind in kinds} | {'safetensors.torch', 'torch'}
+    scopes = [vars(sys.modules[name]) for name in names if name in sys.modules]
+    functions = {id(save_file): note_safetensors, id(save): note_pickle}
+    places = [(scope, key, value) for scope in scopes for key, value in scope.items() if id(value) in functions]
+    try:
+        for scope, key, value in places:
+            scope[key] = functions[id(value)]
+        yield noted
+    finally:
+        for scope, key, value in places:
+            scope[key] = value
+
+
+def _is_traced(given: Any) -> bool:
+    return isinstance(given, dict) and bool(given) and all(isinstance(one, TracedTensor) for one in given.values())
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob('*') if path.is_file())

@@ -1,0 +1,93 @@
+"""Entries of traced tensors: which tensors of the source each output is made of, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+import torch
+
+from xhf_hooks.exporters.traced import TracedTensor, replay
+from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.format.index import WEIGHTS_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.planning.types import ExportEntry, FileSet
+
+_FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Makes outputs of gathered tensors: the ``combine`` of their entries. Runs on: the rank that writes.
+
+    Attributes:
+        outputs: Traced tensors by name in the file. Their sources are names in the model.
+        own: The model's tensors by name, made of tensors of the source.
+    """
+
+    outputs: dict[str, TracedTensor]
+    own: Mapping[str, TracedTensor]
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        needed = {name: self.own[name] for output in self.outputs.values() for name in output.sources}
+        return replay(self.outputs, replay(needed, tensors))
+
+
+def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[str, TracedTensor]) -> list[ExportEntry]:
+    """The entries of files that ``save_pretrained`` would write (:mod:`.ask_save`), in its order.
+
+    Args:
+        weights: Traced tensors by name, by the path of the file. Their sources are names in the model.
+        own: The model's tensors by these names, made of tensors of the source.
+    """
+    order = {name: number for number, name in enumerate(own)}
+    entries = []
+    for file, tensors in weights.items():
+        combines: dict[tuple[str, ...], Replay] = {}  # outputs that are made of the same tensors are made together
+        for hf_name, tensor in tensors.items():
+            shape, dtype = tensor.description
+            made_of = [own[name] for name in sorted(tensor.sources, key=order.__getitem__)]
+            reads = tuple(dict.fromkeys(name for one in made_of for name in one.sources))
+            entry = ExportEntry(hf_name, shape, dtype_code(dtype), reads, file_set=_file_set(file))
+            offset = _offset(tensor, own) if len(reads) == 1 else None
+            is_unchanged = offset == 0 and made_of[0].is_source and made_of[0].description[0] == shape
+            if not is_unchanged:
+                combine = combines.setdefault(reads, Replay({}, own))
+                combine.outputs[hf_name] = tensor
+                entry = replace(entry, combine=combine, source_offset=offset)
+            entries.append(entry)
+    return entries
+
+
+def _offset(tensor: TracedTensor, own: Mapping[str, TracedTensor]) -> int | None:
+    """The first element, in the only source, of an output that has consecutive elements of it; None for another."""
+    run = tensor.run
+    of_own = None if run is None else own[run.source].run
+    return None if run is None or of_own is None else of_own.offset + run.offset
+
+
+def _file_set(file: str) -> FileSet:
+    if file == WEIGHTS_NAME:
+        return FileSet()
+    path = PurePosixPath(file)
+    folder = '' if str(path.parent) == '.' else str(path.parent)
+    return FileSet(folder, path.name.removesuffix(WEIGHTS_SUFFIX), may_split=False)
+
+
+def computing_nbytes(entries: Sequence[ExportEntry], computed: Collection[str]) -> int:
+    """Most memory for outputs that are made together of computed tensors: some are cut out of them as copies.
+
+    Args:
+        computed: Names of the source tensors in whose place something is computed, such as a merged weight.
+    """
+    together: dict[int, list[ExportEntry]] = {}
+    for entry in entries:
+        if not set(computed).isdisjoint(entry.reads):
+            together.setdefault(id(entry.combine), []).append(entry)
+    return max(map(_combine_nbytes, together.values()), default=0)
+
+
+def _combine_nbytes(together: Sequence[ExportEntry]) -> int:
+    computed = sum(math.prod(entry.shape) for entry in together) * _FP32_NBYTES
+    return computed * min(len(together), 2) + 2 * max(entry.nbytes for entry in together)
