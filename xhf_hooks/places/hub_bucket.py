@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,13 @@ class HubBucket:
 
     def pipe_file(self, path: str, data: bytes) -> None:
         """Write an object; readers see the old or the new one."""
-        self._api.batch_bucket_files(self._bucket, add=[(data, self._key(path))])
+        with _without_progress_bars():
+            self._api.batch_bucket_files(self._bucket, add=[(data, self._key(path))])
 
     def put_file(self, local: str, path: str) -> None:
         """Send a file."""
-        self._api.batch_bucket_files(self._bucket, add=[(local, self._key(path))])
+        with _without_progress_bars():
+            self._api.batch_bucket_files(self._bucket, add=[(local, self._key(path))])
 
     def cat_file(self, path: str) -> bytes:
         """Read an object, which goes through a temporary file: only for small ones.
@@ -77,7 +80,8 @@ class HubBucket:
             raise FileNotFoundError(path)
         with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
             local = Path(folder, 'object')
-            self._api.download_bucket_files(self._bucket, [(infos[0], local)])
+            with _without_progress_bars():
+                self._api.download_bucket_files(self._bucket, [(infos[0], local)])
             return local.read_bytes()
 
     def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]:
@@ -99,3 +103,22 @@ class HubBucket:
 
     def _key(self, path: str) -> str:
         return path.removeprefix(f'{self._bucket}/')
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep huggingface_hub from printing up to four progress bars for each object into the log of training.
+
+    Its setting is one for the process, and afterwards as before. HF_HUB_DISABLE_PROGRESS_BARS=0 shows the bars.
+    """
+    from huggingface_hub import constants, utils
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or utils.are_progress_bars_disabled():
+        yield
+        return
+    # By the name that the setting for all has there: without a name, settings of groups of bars would be lost
+    utils.disable_progress_bars('_global')
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars('_global')

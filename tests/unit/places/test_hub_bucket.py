@@ -1,10 +1,9 @@
-"""Saves in a bucket of the Hub, whose calls are faked: of the installed huggingface_hub, by their parameters."""
+"""Saves in a bucket of a local server, which the installed huggingface_hub and hf_xet take for the Hub."""
 
-import inspect
 import logging
 import tempfile
 import warnings
-from pathlib import Path
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import huggingface_hub
 import pytest
 from torch.distributed import HashStore
 
+from tests.helpers.faults.hub_server import BUCKET, hub_server
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from tests.unit.places.conftest import publish
 from xhf_hooks.background import upload
@@ -24,70 +24,22 @@ from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import StoredSaves, read_pointer
 from xhf_hooks.saves.telemetry import RunLog
 
-BUCKET = 'owner/name'
 URL = f'hf://buckets/{BUCKET}/runs/first'
 
-
-class FakeHub:
-    """Those methods of HfApi, with one bucket.
-
-    Attributes:
-        objects: Content by path.
-        sent: Each source that was sent, with where it went: bytes, or the path of a file.
-    """
-
-    objects: dict[str, bytes]
-    sent: list[tuple[Any, str]]
-
-    def __init__(self, endpoint: str | None = None) -> None:
-        self.endpoint = endpoint
-
-    def batch_bucket_files(self, bucket_id, *, add=None, copy=None, delete=None, token=None):
-        assert bucket_id == BUCKET
-        if missing := [path for path in delete or () if path not in self.objects]:
-            raise RuntimeError(f'Failed to apply 1 out of 1 operation(s): {missing}')
-        for source, path in add or ():
-            self.sent.append((source, path))
-            self.objects[path] = source if isinstance(source, bytes) else Path(source).read_bytes()
-        for path in delete or ():
-            del self.objects[path]
-
-    def list_bucket_tree(self, bucket_id, prefix=None, *, recursive=None, token=None):
-        """The server compares prefixes as text."""
-        assert bucket_id == BUCKET and recursive
-        yield SimpleNamespace(type='directory', path=f'{prefix}/folder')
-        for path, content in self.objects.items():
-            if path.startswith(prefix):
-                yield SimpleNamespace(type='file', path=path, size=len(content))
-
-    def get_bucket_paths_info(self, bucket_id, paths, *, token=None):
-        assert bucket_id == BUCKET
-        return iter([SimpleNamespace(path=path) for path in paths if path in self.objects])
-
-    def download_bucket_files(self, bucket_id, files, *, raise_on_missing_files=False, token=None):
-        for info, local in files:
-            Path(local).write_bytes(self.objects[info.path])
-
-
-METHODS = [name for name, member in vars(FakeHub).items() if callable(member) and name != '__init__']
+bars: Any = import_module('huggingface_hub.utils.tqdm')  # of this name, the package has the class
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path):
+    if not hasattr(huggingface_hub.HfApi, 'batch_bucket_files'):
+        pytest.skip('huggingface_hub before 1.5 has no buckets')
     monkeypatch.setattr(Store, 'pauses_secs', (0.0, 0.0))
-    monkeypatch.setattr(huggingface_hub, 'HfApi', FakeHub)
-    monkeypatch.setattr(hub_bucket, 'find_spec', lambda name: name)
-    monkeypatch.setattr(FakeHub, 'objects', {}, raising=False)
-    monkeypatch.setattr(FakeHub, 'sent', [], raising=False)
-    return FakeHub
-
-
-@pytest.mark.parametrize('method', METHODS)
-def test_the_fake_takes_what_the_installed_library_takes(method):
-    """Where it has buckets: huggingface_hub before 1.5 has none."""
-    real = getattr(huggingface_hub.HfApi, method, None)
-    parameters = [[*inspect.signature(one).parameters] for one in (getattr(FakeHub, method), real or FakeHub)]
-    assert real is None or parameters[0] == parameters[1]
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', False)
+    monkeypatch.setenv('HF_TOKEN', 'hf_token')
+    (content := tmp_path / 'content').mkdir()
+    with hub_server(content) as server:
+        monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', server.url)
+        yield server
 
 
 @pytest.mark.parametrize('url', [URL, f'hf://buckets/{BUCKET}'])
@@ -119,10 +71,37 @@ def test_files_are_sent_from_where_they_are(hub, tmp_path, monkeypatch):
     """No copy of a file is made: nothing is written into TMPDIR, which may be in memory."""
     commit_one(local := CheckpointFolder(tmp_path / 'hf_model', 1), 1)
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'gone'))
+    monkeypatch.setenv('TMPDIR', str(tmp_path / 'gone'))
     store = Store(URL)
     for path in local.path.iterdir():
         store.put_file(f'save/{path.name}', path)
-    assert hub.sent == [(str(path), f'runs/first/save/{path.name}') for path in local.path.iterdir()]
+    assert hub.objects == {f'runs/first/save/{path.name}': path.read_bytes() for path in local.path.iterdir()}
+
+
+@pytest.mark.parametrize('are_disabled', [False, True])
+def test_no_progress_bars_are_printed_and_what_the_user_has_set_stays(hub, tmp_path, monkeypatch, capsys, are_disabled):
+    """Neither while files are sent, nor while one is received, for which huggingface_hub asks whether it is seen."""
+    monkeypatch.setenv('TQDM_POSITION', '-1')  # as on a terminal
+    monkeypatch.setattr(bars, 'progress_bar_states', {'_global': not are_disabled, 'of.somebody': are_disabled})
+    (tmp_path / 'file').write_bytes(bytes(100))
+    store = Store(URL)
+    store.put_file('file', tmp_path / 'file')
+    store.put('object', b'content')
+    assert store.get('object') == b'content'
+    store.delete(['object'])
+    assert capsys.readouterr().err == ''
+    assert bars.are_progress_bars_disabled() is are_disabled
+    assert bars.are_progress_bars_disabled('of.somebody') is not are_disabled
+
+
+@pytest.mark.parametrize('variable', ['0', '1'])
+def test_progress_bars_that_the_environment_decides_are_left_alone(hub, monkeypatch, capsys, variable):
+    for module in (bars, huggingface_hub.constants):
+        monkeypatch.setattr(module, 'HF_HUB_DISABLE_PROGRESS_BARS', variable == '1')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        Store(URL).put('object', b'content')
+    assert bool(capsys.readouterr().err) is (variable == '0')
 
 
 def test_what_is_not_there_is_read_as_none_and_deleted_without_an_error(hub):
@@ -136,21 +115,17 @@ def test_what_is_not_there_is_read_as_none_and_deleted_without_an_error(hub):
     assert hub.objects == {}
 
 
-def test_a_refused_request_is_told(hub, monkeypatch):
+def test_a_refused_request_is_told(hub):
     store = Store(URL, warn=(said := []).append)
     store.put('a', b'content')
-
-    def refuse(self, bucket_id, **operations):
-        raise RuntimeError('403 Forbidden')
-
-    monkeypatch.setattr(hub, 'batch_bucket_files', refuse)
+    hub.is_read_only = True
     for request in (lambda: store.put('a', b'other'), lambda: store.delete(['a'])):
-        with pytest.raises(StoreError, match=r'first/a: cannot (write|delete): RuntimeError: 403 Forbidden'):
+        with pytest.raises(StoreError, match=r'first/a: cannot (write|delete): HfHubHTTPError: 403 Forbidden'):
             request()
     assert len(said) == 4 and hub.objects == {'runs/first/a': b'content'}
 
 
-def test_an_older_library_is_named_with_what_is_needed(hub, monkeypatch):
+def test_an_older_library_is_named_with_what_is_needed(monkeypatch):
     monkeypatch.setattr(huggingface_hub, 'HfApi', object)
     monkeypatch.setattr(huggingface_hub, '__version__', '0.36.0')
     with pytest.raises(StoreError) as told:
@@ -159,7 +134,7 @@ def test_an_older_library_is_named_with_what_is_needed(hub, monkeypatch):
         f'{URL}: buckets of the Hub need huggingface_hub 1.5 or newer (HfApi.batch_bucket_files), and 0.36.0 is '
         f'installed (docs/object-stores.md), or set upload_to to another place'
     )
-    monkeypatch.setattr(huggingface_hub, 'HfApi', hub)
+    monkeypatch.setattr(huggingface_hub, 'HfApi', SimpleNamespace(batch_bucket_files=None))
     monkeypatch.setattr(hub_bucket, 'find_spec', lambda name: None)
     with pytest.raises(StoreError, match='buckets of the Hub need the package hf_xet'):
         Store(URL)
