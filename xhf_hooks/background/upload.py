@@ -181,7 +181,7 @@ class Uploads(EachSave):
     def _publish(self, saves: StoredSaves, job: SaveJob, manifest: Manifest, data: bytes) -> str:
         """Returns the name of the save there."""
         began, files = time.monotonic(), manifest.files
-        prefix = saves.begin(job.step.label, files, job.number)
+        prefix = saves.begin(job.step.label, files)
         self._announce(job, prefix)
         self._send(saves, job, prefix, manifest, self._share(manifest))
         own_secs = time.monotonic() - began

@@ -9,8 +9,7 @@ Since each run has a prefix of its own, two runs with one URL never meet. They n
 conditional writes, and few stores have those. A run deletes only what it has written itself, and lists nothing but its
 own saves. What a killed run leaves stays there, until somebody or a lifecycle rule of the store removes its prefix.
 
-Ranks share the upload of a save. Rank 0 says in the pointer which one it has begun, the other ranks read that and send
-their files, and rank 0 publishes the save when all are there.
+Ranks share the upload of a save (:mod:`.upload`), and rank 0 publishes the save when all its files are there.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ class Pointer:
         step: Unit and number of the newest step.
         time: When this was written, in UTC.
         writing: Name of the save that is being written, if any.
-        number: Serial number, over all targets, of the save whose upload rank 0 began last. Rank 0 skips the upload of
-            a save if a newer one is there: a rank that waits to upload save 7, and reads 8, knows that 7 was skipped.
     """
 
     format_version: int = _FORMAT_VERSION
@@ -69,7 +66,6 @@ class Pointer:
     step: Mapping[str, Any] | None = None
     time: str = ''
     writing: str | None = None
-    number: int = 0
 
 
 def pointer_key(name: str) -> str:
@@ -137,19 +133,18 @@ class StoredSaves:
         """The connection of this process. Runs on: any rank."""
         return Store(self.url, self._options, warn=self._warn)
 
-    def begin(self, label: str, files: Collection[str], number: int = 0) -> str:
-        """Begin a save, such as that of ``iter_500``, and announce it to all ranks in the pointer; returns its name.
+    def begin(self, label: str, files: Collection[str]) -> str:
+        """Begin a save, such as that of ``iter_500``, and name it in the pointer; returns its name.
 
         Args:
             files: The names of its files.
-            number: As in :class:`Pointer`.
         """
         pointer, name = self._current(), f'{self.name}_{label}'
         names = itertools.chain([name], (f'{name}_{count}' for count in itertools.count(2)))
         name = next(each for each in names if each not in self._begun)
         self._begun.add(name)
         self._files[name] = [*files, MANIFEST_NAME]
-        self._write(replace(pointer, writing=name, number=number))
+        self._write(replace(pointer, writing=name))
         return name
 
     def missing(self, save_name: str, files: Mapping[str, FileRecord]) -> list[str]:
