@@ -3,6 +3,7 @@
 ``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs, and says in how many the save was made.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -46,7 +47,9 @@ def train(folder: Path, mode: str, method: str) -> None:
     dist.init_process_group('gloo')
     level = logging.INFO if dist.get_rank() == 0 else logging.ERROR
     logging.basicConfig(level=level, stream=sys.stdout, format='%(levelname)s %(message)s')
-    options = {'async_save': True} if mode == 'async' else {'save_on_signal': ['SIGTERM']}
+    options = (
+        {'async_save': True} if mode == 'async' else {'save_on_signal': ['SIGTERM'], 'upload_to': store_of(folder)}
+    )
     if mode == 'async':
         write = OutputFile.write
         OutputFile.write = lambda *args: (time.sleep(0.2), write(*args))[1]  # in flight when the signal comes
@@ -106,7 +109,9 @@ def train_with_runner(folder: Path, mode: str, method: str) -> None:
     last = LAST if is_first else int((work_dir / 'last_checkpoint').read_text().rsplit('_', 1)[1].split('.')[0]) + 4
     config = run_config(
         work_dir,
-        hook=dict(out_dir=str(folder), save_on_signal='SIGTERM', save_best='acc', interval=LAST),
+        hook=dict(
+            out_dir=str(folder), save_on_signal='SIGTERM', save_best='acc', interval=LAST, upload_to=store_of(folder)
+        ),
         stage=3,
         max_iters=last,
         scores=[0.1, 0.9, *[0.5] * 100] if is_first else [0.7] * 100,
@@ -117,6 +122,20 @@ def train_with_runner(folder: Path, mode: str, method: str) -> None:
     train_runner(config)
     if os.environ['RANK'] == '0':  # the ranks share the output, in which their words would mix
         print(f'ended at iteration {last}', flush=True)
+
+
+def store_of(folder: Path) -> str:
+    """The URL of the store to which a run uploads."""
+    return (folder.parent / 'stored').as_uri()
+
+
+def uploaded(root: Path) -> int:
+    """The iteration of the newest save that the only run has uploaded, by its pointer."""
+    (pointer,) = root.glob('stored/*/hf_model.json')
+    content = json.loads(pointer.read_text())
+    number = assert_whole(pointer.with_name(content['newest']))
+    assert content['newest'] == f'hf_model_iter_{number}'
+    return number
 
 
 def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]:
@@ -146,6 +165,7 @@ def test_the_save_is_made(mode, method, tmp_path):
     assert saved is not None and f'INFO test: saved iter_{saved} to hf_model' in said, said
     assert saved == ASYNC_AT if mode == 'async' else saved > ASYNC_AT, said
     assert 'DataLoader worker' not in said or mode == 'async', said
+    assert mode == 'async' or uploaded(tmp_path) == saved, said
 
 
 @pytest.mark.parametrize('method', ['forkserver'])
@@ -153,6 +173,7 @@ def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(method, tm
     saved, said, _ = preempt(tmp_path, 'first', method)
     assert saved is not None and saved > 4 and f'saved iter_{saved} to hf_model' in said, said
     assert assert_whole(tmp_path / 'hf_model_best') == 4, said
+    assert uploaded(tmp_path) == saved, said
     process = launch(tmp_path, 'requeued', method)
     status = process.wait()
     said = (tmp_path / 'output.log').read_text()
