@@ -27,13 +27,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BarrierOptions, _get_default_store
+from torch.distributed.distributed_c10d import BarrierOptions
 
 from xhf_hooks.compat.torch import new_gloo_group, rank_and_world_size, spread_maximum
 from xhf_hooks.errors import AgreedError, RankLostError, SharedError
 from xhf_hooks.system import rendezvous
 from xhf_hooks.system.files import allow_open_files
-from xhf_hooks.system.rendezvous import wait_for_all_ranks
+from xhf_hooks.system.rendezvous import find_store, wait_for_all_ranks
 
 T = TypeVar('T')
 #: What a rank votes that has failed; otherwise 1 or 0 for a flag that is set or not.
@@ -297,7 +297,7 @@ class Collective:
         Args:
             name: Was never used before.
         """
-        return _find_store(f'xhf_hooks/{name}') if self.world_size > 1 else None
+        return find_store(f'xhf_hooks/{name}') if self.world_size > 1 else None
 
     def close(self) -> None:
         """Destroy the group; a shared one stays open. Waits for no rank: those that still wait for this one fail."""
@@ -365,7 +365,7 @@ class Collective:
 
     def _open(self, timeout_secs: float) -> None:
         """Wait until all ranks are here, and connect to them."""
-        store = _find_store('xhf_hooks')
+        store = find_store('xhf_hooks')
         self._meeting = '' if store is None else wait_for_all_ranks(store, self.rank, self.world_size, timeout_secs)
         try:
             connect_timeout = timedelta(seconds=CONNECT_TIMEOUT_SECS)
@@ -379,7 +379,7 @@ class Collective:
 
     def _warn_of_missing_ranks(self) -> None:
         """Log which ranks have not arrived, on the first rank to wait this long. Runs on: a timer's thread."""
-        store = _find_store(f'xhf_hooks/{self._meeting}/{self._n_ensured}')
+        store = find_store(f'xhf_hooks/{self._meeting}/{self._n_ensured}')
         with contextlib.suppress(RuntimeError):  # the rank that hosts it may be gone
             if store is not None:
                 rendezvous.register_waiting_rank(store, self.rank, self.world_size)
@@ -396,14 +396,6 @@ class Collective:
             self.abandon()
             secs = self._timeout.total_seconds()
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
-
-
-def _find_store(prefix: str) -> dist.Store | None:
-    """A part of the key-value store of the process group; None if there is none, as with MPI."""
-    try:
-        return dist.PrefixStore(prefix, _get_default_store())
-    except (AttributeError, ValueError):
-        return None
 
 
 #: Made by :meth:`Collective.shared`; kept as long as the process group exists.

@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
 from xhf_hooks.errors import RankLostError
 
 #: A rank that has waited this long logs which ranks are missing.
@@ -20,6 +23,14 @@ WARN_AFTER_SECS = 30.0
 #: The first waiting rank allows the others this long to register before it reports which ranks are missing.
 _REGISTER_SECS = 2.0
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
+
+
+def find_store(prefix: str) -> dist.Store | None:
+    """A part of the key-value store of the process group; None if there is none, as with MPI."""
+    try:
+        return dist.PrefixStore(prefix, _get_default_store())
+    except (AttributeError, ValueError):
+        return None
 
 
 def wait_for_all_ranks(store: Any, rank: int, world_size: int, timeout_secs: float) -> str:
