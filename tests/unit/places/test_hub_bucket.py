@@ -36,6 +36,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(Store, 'pauses_secs', (0.0, 0.0))
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', False)
     monkeypatch.setenv('HF_TOKEN', 'hf_token')
+    monkeypatch.setenv('HF_XET_LOG_DEST', str(tmp_path / 'xet.log'))  # else in the user's cache
     (content := tmp_path / 'content').mkdir()
     with hub_server(content) as server:
         monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', server.url)
