@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,9 +37,8 @@ def main() -> int:
         if not overlay.exists():
             parser.error(f'no {overlay.name}: source tools/env.sh; make_overlay {overlay.name[9:]} .venv')
         os.environ['PYTHONPATH'] = f'{overlay}:{ROOT}'
-        at = sys.argv.index('--transformers') if '--transformers' in sys.argv else None
-        rest = [*sys.argv[1:at], *sys.argv[at + 2 :]] if at is not None else [*args.cases]
-        os.execv(sys.executable, [sys.executable, __file__, *rest])
+        record = ['--record'] if args.record else []
+        os.execv(sys.executable, [sys.executable, __file__, *record, *args.cases])
     sys.path.insert(0, str(ROOT))
     return run(tuple(args.cases), args.record)
 
@@ -46,11 +46,18 @@ def main() -> int:
 def run(chosen: tuple[str, ...], is_recorded: bool) -> int:
     import transformers
 
-    from tests.helpers.checks.golden import ANSWERS, answer_of, differences, minor_version, read_answers, write_answers
-    from tests.helpers.models.golden_cases import cases, save
+    from tests.helpers.checks.golden import (
+        ANSWERS,
+        PACKAGES,
+        answer_of,
+        differences,
+        minor_version,
+        read_answers,
+        write_answers,
+    )
+    from tests.helpers.models.golden_cases import OF_XTUNER, cases, save
 
     logging.disable(logging.WARNING)
-    os.environ['HF_HUB_DISABLE_PROGRESS_BARS'] = '1'
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter('ignore')
     began, version = time.monotonic(), minor_version(transformers.__version__)
@@ -75,11 +82,12 @@ def run(chosen: tuple[str, ...], is_recorded: bool) -> int:
         if any('error' in answer for answer in made.values()):
             print('nothing was recorded: a save failed')
             return 1
-        everything[version] = {**recorded, **made} if chosen else made
+        kept = {name: one for name, one in recorded.items() if chosen or name.startswith(OF_XTUNER)}
+        everything[version] = {**kept, **made, PACKAGES: {'peft': minor_version(version_of('peft'))}}
         write_answers(everything)
         print(f'recorded: {len(made)} cases, {ANSWERS.stat().st_size} bytes')
     else:
-        for name in sorted(recorded.keys() - made.keys()):
+        for name in sorted(recorded.keys() - made.keys() - {PACKAGES}):
             if not chosen or name.startswith(chosen):
                 print(f'{name}: recorded, but not available here')
     secs = time.monotonic() - began

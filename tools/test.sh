@@ -79,7 +79,7 @@ test_xtuner() {
 # Families that transformers 4.52 to 4.57 save under other names than they have in memory.
 test_transformers4() {
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
-    test_with .venv transformers4 tests/unit/exporters/test_families.py tests/distributed/test_zoo.py
+    test_with .venv transformers4 tests/unit/exporters/test_{families,golden}.py tests/distributed/test_zoo.py
 }
 
 # Line coverage of the unit tests, without those of signal handlers and threads: a handler that interrupts coverage

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ANSWERS = Path(__file__).parents[2] / 'golden' / 'answers.json'
+#: In place of a case: the versions of other packages with which answers were recorded.
+PACKAGES = 'packages'
 #: Of files: they name versions.
 _VERSIONS = ('transformers_version', 'peft_version')
 #: Of adapter_config.json, those that every version of peft has.

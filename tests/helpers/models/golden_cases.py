@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+#: Begins the names of cases that need XTuner.
+OF_XTUNER = 'xtuner'
 REWARD_FAMILIES = ('llama', 'qwen2', 'qwen3', 'mixtral', 'gemma2')
 #: Ranks and scales with which all sums of a merge are exact, in whatever order a machine adds up.
 EXACT = dict(r=4, lora_alpha=8)
@@ -32,7 +35,7 @@ class Case:
 
     Attributes:
         make: Makes the model; it may use an empty folder, such as for a base model.
-        options: Of ``save_hf``.
+        options: Of ``save_hf``, and the config of the run.
         n_files: If not 1, the weights are split into more files than this.
         needs: What the installed packages must have, if it is more than a transformers version.
         is_exact: Whether the bytes of what is saved are the same on every machine.
@@ -93,6 +96,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from _surroundings()
     yield from _tokenizers()
     yield from _sharded_experts()
+    if find_spec('xtuner'):
+        yield from _of_xtuner()
 
 
 def _adapters() -> Iterator[tuple[str, Case]]:
@@ -367,11 +372,44 @@ def _sharded(n_in_shard: int) -> nn.Module:
     return Sharded(config)
 
 
+def _of_xtuner() -> Iterator[tuple[str, Case]]:
+    """XTuner's own classes."""
+    from tests.e2e.xtuner_stack import test_models
+
+    if find_spec('xtuner.model.reward'):
+        yield f'{OF_XTUNER} reward', Case(lambda _: _internlm2_reward(), dict(run_config=dict(reward_token_id=130)))
+    if find_spec('xtuner.model.transformers_models'):
+        for family, n in ((test_models.mixtral, 2), (test_models.deepseek_v2, 2), (test_models.deepseek_v2, 4)):
+            yield f'{OF_XTUNER} {family.__name__} {n}', Case(lambda _, family=family, n=n: around(llm=family(n)))
+    for layout in ('xtuner', 'huggingface'):
+        yield f'{OF_XTUNER} llava {layout}', Case(_llava_of_xtuner, dict(llava_format=layout))
+
+
+def _internlm2_reward() -> nn.Module:
+    from xtuner.model.reward import RewardModel
+
+    from tests.e2e.xtuner_stack.test_models import internlm2
+
+    return RewardModel(llm=internlm2())
+
+
+def _llava_of_xtuner(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM, CLIPVisionModel
+    from xtuner.model import LLaVAModel
+
+    from tests.helpers.models.zoo.llava import save_bases
+
+    save_bases(folder)
+    parts = AutoModelForCausalLM.from_pretrained(folder / 'llm'), CLIPVisionModel.from_pretrained(folder / 'clip')
+    return LLaVAModel(*parts)
+
+
 def save(case: Case, root: Path) -> Path:
     """Save a case below an empty folder; the folder of the save."""
     import pytest
 
     from tests.helpers.models.remote_code import use_modules_cache
+    from tests.helpers.runs.engines import save_folder
     from xhf_hooks import save_hf
 
     (root / 'base').mkdir()
@@ -381,4 +419,6 @@ def save(case: Case, root: Path) -> Path:
         options = dict(case.options)
         if case.n_files > 1:
             options['max_shard_size'] = sum(parameter.numel() for parameter in model.parameters()) * 2 // 5
+        if 'run_config' in options:
+            return save_folder(model, root / 'saved', **options)[1].path
         return save_hf(model, root / 'saved', **options).path
