@@ -88,6 +88,9 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield family, Case(lambda _, family=family: build(family, models=MODELS))
             in_parts = dict(options=dict(dtype='bfloat16'), n_files=2)
             yield f'{family} bf16', Case(lambda _, family=family: build(family, models=MODELS), **in_parts)
+    for family in ('t5', 'umt5', 'deepseek_v3', 'glm4_moe', 'blip_2'):  # with tensors that some dtype leaves in fp32
+        if available(family, MODELS):
+            yield f'{family} fp16', Case(lambda _, family=family: build(family, models=MODELS), dict(dtype='float16'))
     yield from _adapters()
     yield from _rewards()
     yield from _llavas()
