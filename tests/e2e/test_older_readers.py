@@ -17,9 +17,9 @@ from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import small_config
 from tests.helpers.ranks.launch import REPO_ROOT
+from xhf_hooks.assets.load_tokenizer import load_tokenizer
+from xhf_hooks.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.base_model.files import LocatedBase
-from xhf_hooks.base_model.tokenizer import load_tokenizer
-from xhf_hooks.compat.tokenizer_files import write_tokenizer
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from xhf_hooks.system.versions import LEAST, version_numbers
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / 'xhf_hooks'
 FILES = sorted(PACKAGE.rglob('*.py'))
@@ -32,7 +34,7 @@ PURE = (
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
-    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'writers',
+    'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'assets', 'writers',
     'planning', 'collective', 'compat', 'base_model', 'registry', 'format', 'system', 'model', 'errors',
 )  # fmt: skip
 
@@ -144,6 +146,11 @@ FORBIDDEN = {
     'mmengine stays at the doors': (all_but('hooks/', 'registry.py', 'cli/'), ('mmengine',)),
     'neither tests nor tools are there': (FILES, ('tests', 'tools')),
 }
+
+
+def test_what_older_readers_need_ends_with_transformers_4():
+    needed = version_numbers(LEAST['transformers']) < (5,)
+    assert (PACKAGE / 'assets' / 'older_readers.py').exists() == needed, 'its first lines say what goes with it'
 
 
 @pytest.mark.parametrize('rule', FORBIDDEN)

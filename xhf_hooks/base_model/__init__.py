@@ -1,1 +1,1 @@
-"""The base model: its files, in its folder or in the local hub cache, and its tokenizer and processor."""
+"""The base model: its files, in its folder or in the local hub cache."""

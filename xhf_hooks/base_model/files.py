@@ -36,16 +36,21 @@ VOCABULARY_FILES = (
     'sentencepiece.bpe.model',
     'tekken.json',
 )
+TOKENIZER_CONFIG = 'tokenizer_config.json'
+TOKENIZER_JSON = 'tokenizer.json'
+CHAT_TEMPLATE = 'chat_template.jinja'
 #: Files that transformers writes. A folder with none of them, but a vocabulary, may be for another library.
-TRANSFORMERS_TOKENIZER_FILES = ('tokenizer_config.json', 'tokenizer.json')
+TRANSFORMERS_TOKENIZER_FILES = (TOKENIZER_CONFIG, TOKENIZER_JSON)
 #: Files of a tokenizer. A folder has one if it has one of these.
 TOKENIZER_FILES = (*TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
 #: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
 PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
+#: The chat template of a processor, which transformers 5 no longer writes.
+PROCESSOR_TEMPLATE = 'chat_template.json'
 #: More files of a tokenizer, which make no tokenizer without the files above.
-MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
+MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', CHAT_TEMPLATE)
 #: Files whose field ``auto_map`` may name code.
-_WITH_CODE = ('config.json', 'tokenizer_config.json', *PROCESSOR_FILES)
+_WITH_CODE = ('config.json', TOKENIZER_CONFIG, *PROCESSOR_FILES)
 #: Endings of files that code does not read from its own folder: they are not copied with it, even if it names them.
 _NOT_READ_BY_CODE = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
 #: Files that show that a folder holds a model.
@@ -250,8 +255,8 @@ def _snapshots(name: str) -> dict[str, Path]:
 
 def _differ(folders: Iterable[Path]) -> bool:
     """Whether a small file is in several of the folders with another content."""
-    names = ('config.json', 'generation_config.json', *TOKENIZER_FILES, *MORE_TOKENIZER_FILES, *PROCESSOR_FILES)
-    for name in names:
+    of_model = ('config.json', 'generation_config.json', *PROCESSOR_FILES, PROCESSOR_TEMPLATE)
+    for name in (*of_model, *TOKENIZER_FILES, *MORE_TOKENIZER_FILES):
         contents = {path.read_bytes() for folder in folders if (path := folder / name).is_file()}
         if len(contents) > 1:
             return True

@@ -19,14 +19,15 @@ from typing import Any
 
 from torch import nn
 
-from xhf_hooks.base_model.files import base_dirs_of
+from xhf_hooks.assets.find_tokenizer import find_tokenizer_of_checkpoint
+from xhf_hooks.base_model.files import PROCESSOR_FILES, TOKENIZER_CONFIG, base_dirs_of
 from xhf_hooks.compat.peft import edits_base_again
 from xhf_hooks.convert.outputs import PlannedOutputs
 from xhf_hooks.convert.weights import write_weights
 from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import ExportRequest
-from xhf_hooks.exporters.find_model import adapters_in
+from xhf_hooks.exporters.find_model import adapters_in, pretrained_in
 from xhf_hooks.exporters.model_card import write_model_card
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
@@ -35,8 +36,14 @@ from xhf_hooks.meta_model.frozen import dtype_of_frozen, edited_by_adapters, fro
 from xhf_hooks.meta_model.match import Match, require_all
 from xhf_hooks.meta_model.other_modules import add_other_modules
 from xhf_hooks.meta_model.stored_names import name_as_in_model
-from xhf_hooks.meta_model.tokenizer import tokenizer_of_run
-from xhf_hooks.meta_model.trainer_files import adapter_of_trainer, frozen_only
+from xhf_hooks.meta_model.trainer_files import (
+    adapter_of_trainer,
+    config_folder,
+    folder_of_trainer_files,
+    frozen_only,
+    is_save_of_hook,
+)
+from xhf_hooks.model import token_embeddings
 from xhf_hooks.options import VerifyLevel
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave
@@ -320,14 +327,28 @@ class Conversion:
 
     def _find_tokenizer(self) -> tuple[Any | None, Sequence[int], list[str]]:
         """The tokenizer to write, the EOS token ids of answers, and notes for the user."""
-        return tokenizer_of_run(
-            self._config,
-            self._meta_model.module,
+        config, module, found = self._config, self._meta_model.module, self._checkpoint.found
+        save = config_folder(found)
+        embeddings = [weight for part in pretrained_in(module).values() for weight in token_embeddings(part)]
+        tokenizer, notes = find_tokenizer_of_checkpoint(
             self._exporter,
-            self._checkpoint.found,
-            self._options.base,
+            beside=folder_of_trainer_files(found, TOKENIZER_CONFIG, *PROCESSOR_FILES),
+            recipe=config and config.fields.get('tokenizer'),
+            config=config.where if config else '',
+            base=self._options.base,
+            newest_save=save if save is not None and is_save_of_hook(save) else None,
+            n_rows=max((weight.shape[0] for weight in embeddings), default=None),
             trust_remote_code=self._options.trust_remote_code,
         )
+        if tokenizer is None:
+            return None, (), notes
+        try:
+            tokenizer, eos_token_ids, messages = self._exporter.with_chat_template_of_training(
+                tokenizer, may_import=False
+            )
+        except OptionError as error:
+            return tokenizer, (), [*notes, f'the chat template of training was not written: {error}']
+        return tokenizer, eos_token_ids, [*notes, *messages]
 
     def _manifest_fields(self) -> dict[str, Any]:
         """The manifest's fields besides the files."""

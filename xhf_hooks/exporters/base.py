@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from xhf_hooks.assets.load_tokenizer import CopiedFiles, load_or_copy_tokenizer
 from xhf_hooks.base_model.files import (
     LocatedBase,
     base_of_model,
     is_remote_code,
     warn_of_revisions,
 )
-from xhf_hooks.base_model.tokenizer import CopiedFiles, load_or_copy_tokenizer
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE

@@ -9,14 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_model.files import (
-    PROCESSOR_FILES,
-    LocatedBase,
-    has_auto_class,
-    is_remote_code,
-)
-from xhf_hooks.compat.older_rope import add_older_rope
-from xhf_hooks.compat.tokenizer_files import write_tokenizer
+from xhf_hooks.assets.older_readers import add_older_rope
+from xhf_hooks.assets.write_tokenizer import copy_processor, write_tokenizer
+from xhf_hooks.base_model.files import LocatedBase, has_auto_class, is_remote_code
 from xhf_hooks.compat.transformers import (
     dtype_field,
     forget_scaling_by_one,
@@ -175,13 +170,7 @@ def write(
         _add_eos_token_ids(folder / GENERATION_CONFIG, eos_token_ids)
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_model)
-    names = [name for name in PROCESSOR_FILES if base_model.has_file(name)]
-    if names and getattr(tokenizer, 'chat_template', None) in (None, _base_chat_template(base_model)):
-        names.append('chat_template.json')  # a processor's, transformers < 5; it would override one that was replaced
-    for name in names:
-        of_base = base_model.read_file(name)
-        if of_base is not None and not (folder / name).exists():
-            (folder / name).write_bytes(of_base)
+    copy_processor(folder, tokenizer, base_model)
     if model_class(model).__name__ in (base_model.read_json('config.json').get('architectures') or ()):
         _copy_companions(folder, base_model)
     return warnings + _write_named_code(folder, base_model)
@@ -277,13 +266,6 @@ def _add_eos_token_ids(path: Path, eos_token_ids: Sequence[int]) -> None:
     path.write_text(json.dumps(generation, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
 
 
-def _base_chat_template(base_model: LocatedBase) -> str | dict[str, str] | None:
-    if (jinja := base_model.read_file('chat_template.jinja')) is not None:
-        return jinja.decode()
-    template = base_model.read_json('tokenizer_config.json').get('chat_template')
-    return {one['name']: one['template'] for one in template} if isinstance(template, list) else template
-
-
 def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_model: LocatedBase) -> list[str]:
     """A warning if embeddings were resized that an adapter's files do not have. Runs on: rank 0.
 
@@ -328,7 +310,9 @@ def compare_vocabulary(
         raise ModelError(
             f'the tokenizer has {n_tokens} tokens, but the model has embeddings for {embedding_rows}: give the '
             f"model's own (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or resize the "
-            f'embeddings before training (XTuner: give the model its tokenizer)'
+            f'embeddings before training (XTuner: give the model its tokenizer). If no file of a '
+            f'finished run has the added rows, nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3): '
+            f'give with --base the model that has them'
         )
     of_base = _base_rows(exporter.base_model)
     if of_base in (None, embedding_rows, head_rows) or n_tokens >= embedding_rows:

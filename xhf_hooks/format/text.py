@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from xhf_hooks.errors import XhfError
 
 _UNITS = ('kB', 'MB', 'GB', 'TB', 'PB', 'EB')
 
@@ -32,6 +35,25 @@ def some(names: Sequence[str], shown: int = 3) -> str:
 def error_text(error: BaseException, most: int = 200) -> str:
     """The kind of an error and what a library says in it, in one line."""
     return ' '.join(f'{type(error).__name__}: {error}'.split())[:most]
+
+
+@contextmanager
+def refused_as(kind: type[XhfError], what: str, remedy: str = '') -> Iterator[None]:
+    """Whatever a library raises in the block becomes an error of ours, in one line: their classes raise anything.
+
+    Args:
+        what: What failed, where.
+        remedy: The remedy, unless the error itself shows that custom code has to be allowed.
+    """
+    try:
+        yield
+    except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        if 'trust_remote_code' in str(error):
+            what = f'add --trust-remote-code if you trust the code that comes with this model: {what}'
+            remedy = ''
+        raise kind(f'{what} ({error_text(error)}){remedy and "; "}{remedy}') from None
 
 
 def engine_text(manifest_fields: Mapping[str, Any]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,9 @@ from torch import nn
 
 from xhf_hooks.base_model.files import find_base_file, find_base_folder
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
-from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError, XhfError
+from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError
 from xhf_hooks.exporters.on_meta import call_on_meta
-from xhf_hooks.format.text import error_text
+from xhf_hooks.format.text import refused_as
 from xhf_hooks.meta_model.stored_names import name_in_base
 from xhf_hooks.model import input_embedding, names_by_identity, output_embedding, token_embeddings
 from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
@@ -45,25 +44,6 @@ _CLASSES_OF_TASKS = {
     'QUESTION_ANS': 'AutoModelForQuestionAnswering',
     'FEATURE_EXTRACTION': 'AutoModel',
 }
-
-
-@contextmanager
-def refused_as(kind: type[XhfError], what: str, remedy: str = '') -> Iterator[None]:
-    """Whatever a library raises in the block becomes an error of ours, in one line: their classes raise anything.
-
-    Args:
-        what: What failed, where.
-        remedy: The remedy, unless the error itself shows that custom code has to be allowed.
-    """
-    try:
-        yield
-    except (XhfError, MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in Rust is not an Exception
-        if 'trust_remote_code' in str(error):
-            what = f'add --trust-remote-code if you trust the code that comes with this model: {what}'
-            remedy = ''
-        raise kind(f'{what} ({error_text(error)}){remedy and "; "}{remedy}') from None
 
 
 def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = NAME_BASE) -> PretrainedConfig:

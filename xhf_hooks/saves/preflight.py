@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xhf_hooks.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
-from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions

@@ -12,7 +12,7 @@ from xhf_hooks.format.text import some
 
 #: Keys that say where a model comes from, or which version wrote it; they change nothing that is loaded.
 _OF_ORIGIN = {'_name_or_path', 'name_or_path', '_commit_hash', 'transformers_version', 'peft_version'}
-#: What says again what rope_parameters says, for readers with transformers 4 (compat/older_rope.py).
+#: What says again what rope_parameters says, for readers with transformers 4 (assets/older_readers.py).
 _OLDER_ROPE = {'rope_theta', 'rope_scaling'}
 #: Sets of peft, which are written as lists in any order (peft ``tuners/lora/config.py``).
 _SETS = {'target_modules', 'modules_to_save', 'exclude_modules'}

@@ -11,11 +11,12 @@ import torch
 import transformers
 
 from tests.helpers.checks.config_fields import dtype_in
-from tests.helpers.checks.converted import base_of, checkpoint_of, convert
+from tests.helpers.checks.converted import assert_same_files, base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_manifest
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
+from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.convert import Conversion
@@ -165,6 +166,82 @@ def test_all_plain_options_of_the_tokenizer_are_applied(base, tmp_path, option, 
     folder = str(base) if folder == 'base' else folder
     out = convert(run_of(tmp_path, xtuners(base, f'{TOKENIZER}{folder!r}, {option})')), tmp_path / 'out')
     assert tokens <= set(transformers.AutoTokenizer.from_pretrained(out).all_special_tokens)
+
+
+@pytest.mark.parametrize('has_tokenizer', [True, False])
+def test_an_image_processor_alone_is_completed_from_the_base(base, tmp_path, capsys, has_tokenizer):
+    """As Trainer leaves it where it was given that alone; the hook saves the same."""
+    if not has_tokenizer:
+        base = shutil.copytree(base, tmp_path / 'base', ignore=shutil.ignore_patterns('tokenizer*'))
+    images = transformers.ViTImageProcessor(size=dict(height=8, width=8))
+    checkpoint = made(tmp_path / 'ckpt' / 'global_step5')
+    images.save_pretrained(tmp_path / 'ckpt')
+    out = convert(checkpoint, tmp_path / 'out', '--base', base)
+    told = f'no tokenizer was found in {base}, so OUT has none' in capsys.readouterr().err
+    assert (told, (out / 'tokenizer.json').exists()) == (not has_tokenizer, has_tokenizer)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.bfloat16)
+    save_hf(model, tmp_path / 'hook', tokenizer=images)
+    assert_same_files(out, tmp_path / 'hook', but='model.safetensors')
+
+
+def test_a_processor_beside_that_cannot_be_loaded_is_copied(base, tmp_path, capsys):
+    checkpoint = made(tmp_path / 'ckpt' / 'global_step5')
+    leave(tmp_path / 'ckpt', base)
+    settings = tmp_path / 'ckpt' / 'preprocessor_config.json'
+    settings.write_text(json.dumps(dict(image_processor_type='Own', auto_map=dict(AutoImageProcessor='own.Own'))))
+    (tmp_path / 'ckpt' / 'own.py').write_text('# the code')
+    out = convert(checkpoint, tmp_path / 'out', '--base', base)
+    assert f'{settings.parent}: its processor cannot be loaded here, so its files are copied' in capsys.readouterr().err
+    assert (out / settings.name).read_bytes() == settings.read_bytes() and (out / 'own.py').exists()
+    assert written(out)[0] == OWN
+
+
+@pytest.fixture
+def base_with_code(base, tmp_path):
+    """Its tokenizer has code of its own and, like those of ChatGLM and Qwen, an attribute ``tokenizer``."""
+    folder = shutil.copytree(base, tmp_path / 'base')
+    (folder / 'tokenization_own.py').write_text(
+        'from transformers import PreTrainedTokenizerFast\n'
+        'class OwnTokenizer(PreTrainedTokenizerFast):\n'
+        '    def __init__(self, **options):\n'
+        '        super().__init__(**options)\n'
+        '        self.tokenizer = "of another library"\n'
+    )
+    code = {'AutoTokenizer': ['tokenization_own.OwnTokenizer'] * 2}
+    edit_json(folder / 'tokenizer_config.json', tokenizer_class='OwnTokenizer', auto_map=code)
+    return folder
+
+
+def test_a_tokenizer_with_code_of_its_own_gets_the_chat_template_of_training(base_with_code, tmp_path, capsys):
+    cfg = xtuners(base_with_code, "prompt_template = dict(INSTRUCTION='<ask>{input}<answer>')")
+    checkpoint = run_of(tmp_path / 'run', cfg)
+    out = convert(checkpoint, tmp_path / 'trusted', '--trust-remote-code')
+    assert '<ask>' in transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).chat_template
+    capsys.readouterr()
+    out = convert(checkpoint, tmp_path / 'out')  # its code does not run: it is copied, as by the hook
+    told = capsys.readouterr().err
+    assert f'the tokenizer of {base_with_code} is copied as it is: it has code of its own, which is not run' in told
+    assert 'the chat template of training is not written' in told
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenization_own.py'):
+        assert (out / name).read_bytes() == (base_with_code / name).read_bytes()
+
+
+def test_a_tokenizer_of_a_save_stops_at_the_words_of_training(base, tmp_path):
+    """It has more tokens than the base's, which training added."""
+    smaller = shutil.copytree(base, tmp_path / 'base')
+    save_tokenizer(smaller, 120)
+    checkpoint = run_of(
+        tmp_path / 'run', xtuners(smaller, "prompt_template = dict(INSTRUCTION='{input}', STOP_WORDS=['w5'])")
+    )
+    saved = tmp_path / 'run' / '20261122_101010' / 'hf_model'
+    saved.mkdir(parents=True)
+    shutil.copy(smaller / 'config.json', saved)
+    save_tokenizer(saved, 125)
+    write_manifest(saved)
+    out = convert(checkpoint, tmp_path / 'out')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    stops = json.loads((out / 'generation_config.json').read_text())['eos_token_id']
+    assert len(tokenizer) == 125 and tokenizer.convert_tokens_to_ids('w5') in stops
 
 
 def test_configs_that_differ_are_told(base, tmp_path, capsys):

@@ -24,11 +24,11 @@ from tests.helpers.runs.engines import iteration, make_saver
 from tests.unit.exporters.test_exporter import CounterConfig
 from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
+from xhf_hooks.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.collective import Collective
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters.on_meta import build_on_meta
-from xhf_hooks.exporters.tokenizer import find_tokenizer
 from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out

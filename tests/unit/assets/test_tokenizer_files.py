@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
+from xhf_hooks.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.base_model.files import LocatedBase
-from xhf_hooks.compat.tokenizer_files import write_tokenizer
 
 
 @pytest.fixture
