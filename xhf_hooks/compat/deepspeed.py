@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from xhf_hooks.system.versions import version_numbers
-
 
 def restore_inherited_init(kind: type[nn.Module]) -> None:
     """Remove an ``__init__`` that DeepSpeed gave a class which inherits its own. Runs on: the thread that trains.
@@ -20,13 +18,13 @@ def restore_inherited_init(kind: type[nn.Module]) -> None:
         del kind.__init__
 
 
-def n_steps_before_training(version: str | None) -> int:
+def n_steps_before_training(version: tuple[int, ...] | None) -> int:
     """How many steps the optimizer of a checkpoint had counted before training began.
 
     To allocate their states, DeepSpeed 0.13.1 and older let optimizers make one step without gradients
     (``initialize_optimizer_states`` in ``runtime/zero/stage3.py`` and ``stage_1_and_2.py``); 0.13.5 does not.
 
     Args:
-        version: The ``ds_version`` that the checkpoint records.
+        version: The numbers of the ``ds_version`` that the checkpoint records, if any.
     """
-    return int(version is not None and version_numbers(version) < (0, 13, 5))
+    return int(version is not None and version < (0, 13, 5))

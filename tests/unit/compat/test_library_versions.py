@@ -84,7 +84,7 @@ def test_a_class_that_inherits_its_init_is_built_whole(after_zero_init):
     assert hasattr(Head(), 'score') and hasattr(Head(), 'layer')
 
 
-@pytest.mark.parametrize(('version', 'n_steps'), [('0.13.1', 1), ('0.13.5', 0), ('0.19.6', 0), (None, 0)])
+@pytest.mark.parametrize(('version', 'n_steps'), [((0, 13, 1), 1), ((0, 13, 5), 0), ((0, 19, 6), 0), (None, 0)])
 def test_steps_that_an_optimizer_made_before_training(version, n_steps):
     assert deepspeed.n_steps_before_training(version) == n_steps
 

@@ -19,6 +19,7 @@ from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import counted
 from xhf_hooks.sources.checkpoint.states import ModelState, OptimState
 from xhf_hooks.sources.stored_tensors import StoredTensor
+from xhf_hooks.system.versions import version_numbers
 
 _DEEPSPEEDS = re.compile(r'(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+_\w+_states|mp_rank_\d+_model_states')
 _HINT = 'put the files of one save together'
@@ -93,8 +94,9 @@ def judge_steps(
     """
     if not optims:
         return []
-    counted = optims[0].steps
-    made = None if counted is None else counted - n_steps_before_training(optims[0].version)
+    counted, version = optims[0].steps, optims[0].version
+    before_training = n_steps_before_training(None if version is None else version_numbers(version))
+    made = None if counted is None else counted - before_training
     if counted is not None and models[0].steps in (None, counted, made):
         return []
     steps = f'the optimizer of {optims[0].file} has made {made} steps, {models[0].file.name} {models[0].steps}'
