@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from xhf_hooks.assets.load_tokenizer import (
     CopiedFiles,
+    CopiedPart,
     PartAndTokenizer,
     kind_of_part,
     load_from_folder,
@@ -167,7 +168,7 @@ def _with_parts_of_base(part: Any, model: ModelOfRun) -> Any:
 def _notes_on_copies(found: Any | None, where: str) -> list[str]:
     """A note if the tokenizer is copied and not loaded."""
     tokenizer = tokenizer_in(found)
-    if not isinstance(tokenizer, CopiedFiles):
+    if not isinstance(tokenizer, CopiedFiles) or kind_of_part(tokenizer):
         return []
     return [f'the tokenizer of {where} is copied as it is: {tokenizer.reason}']
 
@@ -187,7 +188,7 @@ def _load_beside(
         notes.append(f'the tokenizer is that of {folder}, beside the checkpoint, not that of {base}')
     with quiet(), refused_as(BaseModelError, f'{folder}: its tokenizer cannot be loaded'):
         found = load_from_folder(LocatedBase.locate(str(folder)), trust_remote_code=trust_remote_code)
-    if isinstance(found, PartAndTokenizer) and isinstance(found.part, CopiedFiles):
+    if isinstance(getattr(found, 'part', found), CopiedPart):
         notes.append(f'{folder}: its processor cannot be loaded here, so its files are copied')
     tokenizer = tokenizer_in(found)
     if hasattr(tokenizer, 'name_or_path') and base_model.find_file(TOKENIZER_CONFIG):

@@ -21,7 +21,7 @@ from xhf_hooks.format.text import error_text
 
 #: Base classes of the parts of a processor besides its tokenizer. In this order: a video processor is an
 #: ImageProcessingMixin, too.
-_KINDS_OF_PARTS = ('BaseVideoProcessor', 'ImageProcessingMixin', 'FeatureExtractionMixin')
+_KINDS_OF_PARTS = ('BaseVideoProcessor', 'ImageProcessingMixin', 'FeatureExtractionMixin', 'CopiedPart')
 
 
 class CopiedFiles:
@@ -44,12 +44,16 @@ class CopiedFiles:
             Path(folder, name).write_bytes(content)
 
 
+class CopiedPart(CopiedFiles):
+    """A processor whose files are copied, and that counts as one without a tokenizer."""
+
+
 @dataclass(eq=False)
 class PartAndTokenizer:
     """An image processor or the like, and the tokenizer that is saved with it.
 
     Attributes:
-        part: Written first.
+        part: Written first, so files of the tokenizer replace those that are copied.
     """
 
     part: Any
@@ -106,13 +110,14 @@ def load_from_folder(base: LocatedBase, *, trust_remote_code: bool) -> Any | Non
     # AutoProcessor gives the tokenizer if the folder names no processor class
     if found is not None and not kind_of_part(found) and not isinstance(found, PreTrainedTokenizerBase):
         return found
+    part = found if kind_of_part(found) else None
+    if part is None and any(base.find_file(name) for name in PROCESSOR_FILES):
+        part = CopiedPart(base, 'its processor cannot be loaded here')
     tokenizer = load_or_copy_tokenizer(base, trust_remote_code=trust_remote_code)
     if tokenizer is None:
-        return found
-    if isinstance(tokenizer, CopiedFiles) or not any(base.find_file(name) for name in PROCESSOR_FILES):
+        return part
+    if part is None or isinstance(tokenizer, CopiedFiles):
         return tokenizer  # copied files include those of the processor
-    # The part is written first, so files of the loaded tokenizer replace those that are copied
-    part = found if kind_of_part(found) else CopiedFiles(base, 'its processor cannot be loaded here')
     return PartAndTokenizer(part, tokenizer)
 
 
