@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xhf_hooks.assets.load_tokenizer import (
     CopiedFiles,
@@ -25,6 +25,9 @@ from xhf_hooks.format.text import error_text, refused_as, some
 from xhf_hooks.registry import build_from_config
 from xhf_hooks.system.library_settings import quiet
 
+if TYPE_CHECKING:
+    from torch import nn
+
 #: Options of ``from_pretrained`` that say where a tokenizer is, and whether its code may run.
 _OF_LOADING = re.compile(
     r'type|pretrained_model_name_or_path|trust_remote_code|cache_dir|force_download|local_files_only|proxies|token'
@@ -34,8 +37,6 @@ _OF_LOADING = re.compile(
 
 class ModelOfRun(Protocol):
     """What is known of a model when its tokenizer is looked for; each exporter knows it."""
-
-    tokenizer_of_model: Any | None
 
     @property
     def base_model(self) -> LocatedBase: ...
@@ -47,19 +48,24 @@ class ModelOfRun(Protocol):
     def warn_of_revisions(self) -> list[str]: ...
 
 
-def find_tokenizer(option: Any | None, of_the_run: Any | None, model: ModelOfRun) -> tuple[Any | None, list[str]]:
+def find_tokenizer(
+    option: Any | None, of_the_run: Any | None, model: ModelOfRun, whole: nn.Module | None = None
+) -> tuple[Any | None, list[str]]:
     """The tokenizer of the option, else of the run, else of the base model; and warnings.
 
-    If the run has none, or only a recipe for one (a config, a folder), ``model.tokenizer`` or ``model.processor``
+    If the run has none, or only a recipe for one (a config, a folder), ``whole.tokenizer`` or ``whole.processor``
     counts as the run's: tokens may have been added to it. An image processor or feature extractor alone is completed
     with the other parts of the base's processor.
+
+    Args:
+        whole: The trained model, which may have a tokenizer of its own.
 
     Raises:
         OptionError: The option, or the run, names a folder without tokenizer files.
     """
     is_none_or_recipe = of_the_run is None or isinstance(of_the_run, (dict, str, Path))
-    if is_none_or_recipe and model.tokenizer_of_model is not None:
-        of_the_run = model.tokenizer_of_model
+    of_model = None if whole is None or not is_none_or_recipe else tokenizer_of_model(whole)
+    of_the_run = of_the_run if of_model is None else of_model
     found = of_the_run if option is None else option
     # If it is unknown which of several cached revisions of the base was loaded, base_tokenizer() gives none
     warnings = model.warn_of_revisions()
@@ -86,6 +92,15 @@ def find_tokenizer(option: Any | None, of_the_run: Any | None, model: ModelOfRun
     if model.has_vocabulary and (found is None or kind_of_part(found)):
         warnings.append(f'no tokenizer will be saved: {problem}; set the option tokenizer')
     return found, warnings + _notes_on_copies(found, where)
+
+
+def tokenizer_of_model(model: nn.Module) -> Any | None:
+    """``model.tokenizer`` or ``model.processor``, if it is one of transformers; else that of a module in the model."""
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    parts = [model, *model.children()]  # sentence-transformers has it in its first module
+    found = (vars(part).get(name) for part in parts for name in ('processor', 'tokenizer'))
+    return next((one for one in found if isinstance(one, (PreTrainedTokenizerBase, ProcessorMixin))), None)
 
 
 def find_tokenizer_of_checkpoint(

@@ -29,6 +29,7 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, pretrained_in
 from xhf_hooks.exporters.model_card import write_model_card
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.meta_model import RunConfig, build_meta_model, find_run_config, match_checkpoint
@@ -124,7 +125,6 @@ class Conversion:
             options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
-            run_config=None if self._config is None else self._config.fields,
         )
         self._weights, weights_notes = _which_weights(checkpoint, self._config, options.ema)
         fields = {} if self._config is None else self._config.fields
@@ -343,9 +343,8 @@ class Conversion:
         if tokenizer is None:
             return None, (), notes
         try:
-            tokenizer, eos_token_ids, messages = self._exporter.with_chat_template_of_training(
-                tokenizer, may_import=False
-            )
+            fields = {} if self._config is None else self._config.fields
+            tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, fields, may_import=False)
         except OptionError as error:
             return tokenizer, (), [*notes, f'the chat template of training was not written: {error}']
         return tokenizer, eos_token_ids, [*notes, *messages]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,7 +31,6 @@ def exporter_for(
     model: nn.Module,
     module: str | None,
     carry_base: str | None = None,
-    run_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Exporter:
     """The exporter of a trained model: the last registered one that accepts it.
@@ -40,7 +38,6 @@ def exporter_for(
     Args:
         module: The option ``module``; None: the exporter finds the model to export.
         carry_base: The option ``carry_base``. Only complete models of transformers have what it copies.
-        run_config: The config of the run, if it has one.
         **options: Options for some kinds of models, such as ``lora``; None if not given.
 
     Raises:
@@ -63,18 +60,7 @@ def exporter_for(
         reason = f'because {chosen.__name__}, which exports this {type(model).__name__}, has no {name}'
         raise OptionError(name, f'None, {reason}', given[name])
     exporter = chosen(model, module, **given)
-    exporter.tokenizer_of_model = _tokenizer_of(model)
     if carry_base is not None and not exporter.writes_whole_model:
         reason = f'None, because {chosen.__name__} writes no complete model here, such as an adapter alone'
         raise OptionError('carry_base', reason, carry_base)
-    exporter.run_config = {} if run_config is None else run_config
     return exporter
-
-
-def _tokenizer_of(model: nn.Module) -> Any | None:
-    """``model.tokenizer`` or ``model.processor``, if it is one of transformers; else that of a module in the model."""
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-    parts = [model, *model.children()]  # sentence-transformers has it in its first module
-    found = (vars(part).get(name) for part in parts for name in ('processor', 'tokenizer'))
-    return next((one for one in found if isinstance(one, (PreTrainedTokenizerBase, ProcessorMixin))), None)

@@ -22,10 +22,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from xhf_hooks.compat.transformers import record_conversions, recorded_conversions
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.on_meta import copy_modules, preserved_random_state, without_zero_init
 from xhf_hooks.exporters.traced import TracedTensor, ValueStandIn, traced
-from xhf_hooks.format.index import SHARD_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.index import INDEX_SUFFIX, SHARD_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import as_the_only_process, quiet
@@ -107,8 +108,8 @@ def ask_save(
             made.can_generate = lambda: False
         else:
             made.generation_config = copy.deepcopy(generation)
-        if any(map(_is_of_quantizer, getattr(made, '_weight_conversions', None) or ())):
-            del made._weight_conversions
+        if any(map(_is_of_quantizer, recorded_conversions(made) or ())):
+            record_conversions(made, None)
         return made
 
     kind, problem = model_class(model), None
@@ -173,13 +174,13 @@ def _ask_once(save: Callable[..., object], trial: Any, options: Mapping[str, Any
             noted = stack.enter_context(_files_noted(trial, folder))
             save(trial, str(folder), **options)
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_below(folder)}
-    weights = {name: given for name, given in noted.items() if _is_traced(given)}
-    not_saved = [name for name in (*noted, *files) if name.endswith(WEIGHTS) and name not in weights]
-    indexes = [name for name in not_saved if name.endswith('.index.json')]  # a save writes its own
+    weights = {name: given for name, given in noted.items() if name.endswith(WEIGHTS_SUFFIX) and _is_traced(given)}
+    written = {name: data for name, data in files.items() if not name.endswith(WEIGHTS)}
+    lost = [name for name in (*noted, *files) if name not in weights and name not in written]
     return SaveAnswer(
         _as_sets(weights),
-        {name: data for name, data in files.items() if not name.endswith(WEIGHTS)},
-        tuple(name for name in not_saved if name not in indexes),
+        written,
+        tuple(sorted(name for name in lost if not name.endswith(INDEX_SUFFIX))),  # a save writes its own index
     )
 
 

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from xhf_hooks.assets.load_tokenizer import CopiedFiles, load_or_copy_tokenizer
@@ -16,7 +15,6 @@ from xhf_hooks.base_model.files import (
     is_remote_code,
     warn_of_revisions,
 )
-from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import token_embeddings
@@ -79,9 +77,6 @@ class Exporter(ABC, Generic[ExportType]):
     Attributes:
         writes_whole_model: Whether it writes a model of transformers that loads without its base, perhaps among other
             parts.
-        run_config: The config of the run, from which an exporter reads what it needs; empty without one. Set by
-            ``exporter_for``.
-        tokenizer_of_model: The tokenizer or processor that the trained model itself has. Set by ``exporter_for``.
         notes: Messages for the log.
         options: Names of additional options; the constructor takes them as keyword arguments.
     """
@@ -89,8 +84,6 @@ class Exporter(ABC, Generic[ExportType]):
     options: tuple[str, ...] = ()
     _model: Any = None  # the transformers model whose base has the tokenizer and other files
     writes_whole_model: bool = False
-    run_config: Mapping[str, Any] = MappingProxyType({})
-    tokenizer_of_model: Any | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -156,21 +149,6 @@ class Exporter(ABC, Generic[ExportType]):
         Runs on: rank 0.
         """
         return load_or_copy_tokenizer(self.base_model, trust_remote_code=self.trusts_code)
-
-    def with_chat_template_of_training(
-        self, tokenizer: Any | None, *, may_import: bool = True
-    ) -> tuple[Any | None, Sequence[int], Sequence[str]]:
-        """The tokenizer to write, with the chat template of training; EOS token ids of answers, and log messages.
-
-        Runs on: rank 0.
-
-        Args:
-            may_import: Whether to import a template that the run's config names, other than XTuner's.
-
-        Raises:
-            OptionError: The template does not exist, is ambiguous, or XTuner could not train with it.
-        """
-        return tokenizer_for_run(tokenizer, self.run_config, may_import=may_import)
 
     @property
     def n_base_tokens(self) -> int:

@@ -44,6 +44,7 @@ from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
 from xhf_hooks.exporters.ties import TIE, are_embeddings_tied, matches, reads_tie
 from xhf_hooks.exporters.traced import TracedTensor, computed, traced
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import (
     input_embedding,
@@ -53,7 +54,7 @@ from xhf_hooks.model import (
     output_embedding,
     token_embeddings,
 )
-from xhf_hooks.planning.types import ExportEntry, Placement, TensorSpec
+from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
@@ -317,8 +318,9 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
 
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
         kind = self._class_that_loads(export.reference)
-        around = export.around.weight_files
-        placements = [one for one in placements if one.file not in around]
+        other_sets = {entry.file_set for entry in export.entries} - {FileSet()}
+        other_files = {one.path(one.stem + WEIGHTS_SUFFIX) for one in other_sets}
+        placements = [one for one in placements if one.file not in other_files]
         placements = [one for one in placements if one.hf_name not in export.copied]  # which the class does not load
         try:
             loaded, problems = load_empty(kind, export.config, placements, arguments=export.arguments)

@@ -73,9 +73,8 @@ def warn_of_not_saved(files: Collection[str]) -> list[str]:
     if not files:
         return []
     return [
-        f'{sorted(files)} are not saved: the own save_pretrained of the model puts values of tensors into them, and a '
-        f'save knows none when it writes these files; of weights, it writes those that go through save_file of '
-        f'safetensors'
+        f"{sorted(files)} are not saved: the model's own save_pretrained puts values of tensors into them, and a save "
+        f'writes only tensors that go to save_file of safetensors'
     ]
 
 

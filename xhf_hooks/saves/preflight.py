@@ -8,6 +8,7 @@ from typing import Any
 from xhf_hooks.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
+from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
@@ -72,11 +73,11 @@ def manifests_of_targets(targets: Mapping[str, CheckpointFolder]) -> list[tuple[
 
 
 def _find_tokenizer(saver: Saver, of_the_run: Any | None) -> None:
-    exporter = saver.preparation.exporter
-    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, exporter)
+    unwrapped, exporter = saver.unwrapped, saver.preparation.exporter
+    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, exporter, unwrapped.model)
     for warning in warnings:
         saver.log.warning(warning)
-    saver.tokenizer, saver.eos_token_ids, messages = exporter.with_chat_template_of_training(tokenizer)
+    saver.tokenizer, saver.eos_token_ids, messages = tokenizer_for_run(tokenizer, unwrapped.run_config or {})
     for message in messages:
         saver.log.info(message)
 

@@ -80,7 +80,6 @@ def prepare_saves(
             options.carry_base,
             lora=options.lora,
             llava_format=options.llava_format,
-            run_config=unwrapped.run_config,
         )
         specs = source.specs()
         export = exporter.export(

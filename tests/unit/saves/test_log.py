@@ -94,14 +94,16 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
         gathered=[group, group],
         copied=(),
     )
-    exporter = SimpleNamespace(left_out=(), notes=())
+    exporter = SimpleNamespace(notes=())
+    export = SimpleNamespace(left_out=(), adapter_base_tensors=())
     saver = SimpleNamespace(
         log=log,
         plan=plan,
-        preparation=SimpleNamespace(exporter=exporter, expected_extra_nbytes=0),
+        preparation=SimpleNamespace(exporter=exporter, export=export, expected_extra_nbytes=0),
         strategy=strategy,
         background=None,
         collective=SimpleNamespace(world_size=world_size),
+        unwrapped=SimpleNamespace(root=None),
     )
     log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
