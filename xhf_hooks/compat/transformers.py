@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from xhf_hooks.model import names_by_identity
-
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
+
+Result = TypeVar('Result')
 
 
 def converts_weights() -> bool:
@@ -162,53 +159,35 @@ def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def tied_while_built(model: nn.Module, not_written: Collection[str]) -> set[str]:
-    """Names that are not written, and that loading restores since the class ties them to others while it is built.
+def load_as_from_file(load: Callable[..., Result], folder: Path, tensors: Mapping[str, torch.Tensor]) -> Result | None:
+    """Load tensors as if they were in a folder's weight file; None if transformers does not read it as it used to.
 
-    transformers 4 loads into a model that it has built, with its ties, such as those of Donut's decoder, unless a
-    device map is given, as when loading is checked. transformers 5 ties afterwards.
-
-    Args:
-        model: The model as its class builds it, on the meta device.
-    """
-    groups = (set(names) for _, names in names_by_identity(model))
-    return {name for names in groups if not names.issubset(not_written) for name in names if name in not_written}
-
-
-def loaded_without_device_map(
-    load: Callable[[], tuple[Any, Any]], given: set[str], on_meta: Sequence[Callable[[], AbstractContextManager[Any]]]
-) -> tuple[Any, Any] | None:
-    """The same result as ``loading_check.load_with_info``, without a device map; None if that fails, too.
-
-    transformers before 4.48 forgets the tensors that it is given with a device map. Without one, on the meta device, it
-    takes all tensors for one, and reports nothing missing. It renames nothing.
+    transformers before 4.48 forgets the tensors that it is given with a device map.
 
     Args:
-        load: Calls ``load_with_info``.
-        given: Names of the tensors that it is given.
-        on_meta: Ways to build a model on the meta device, of which the first that works is taken.
+        load: Calls ``from_pretrained`` of a class with a source and more options.
+        folder: Has a config.json, and gets a weight file without tensors.
     """
-    for context in on_meta:
-        with suppress(Exception), context():  # of any type, from custom code: then the next way is tried
-            model, problems = load()
-            ignored = [*ignored_keys(model, 'load_missing'), *ignored_keys(model, 'save')]
-            listed = model.state_dict().keys()  # which a class may override
-            named = (names for _, names in names_by_identity(model) if not listed.isdisjoint(names))
-            missing = (names[0] for names in named if given.isdisjoint(names))
-            problems['missing'] = sorted(n for n in missing if not any(re.search(pattern, n) for pattern in ignored))
-            return model, problems
-    return None
-
-
-def kept_in_fp32_by_name(kind: type[PreTrainedModel], names: Collection[str], dtype: torch.dtype) -> set[str] | None:
-    """The tensors that ``from_pretrained`` with this dtype keeps in fp32; None if the installed one has other rules.
-
-    transformers before 4.48 cannot load empty tensors into a class that keeps some in fp32. There it goes by the parts
-    of their names, and for float16 alone (``modeling_utils.py``, ``_load_pretrained_model``).
-    """
+    from safetensors.torch import save_file
     from transformers import modeling_utils
 
-    if 'module_to_keep_in_fp32 in key.split(".")' not in inspect.getsource(modeling_utils):
+    was_read = False
+
+    def read(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        nonlocal was_read
+        was_read = True
+        return dict(tensors)
+
+    save_file({}, folder / 'model.safetensors', {'format': 'pt'})
+    # Where FSDP loads on the first rank alone, the others would get no tensors
+    replaced = {'load_state_dict': read, 'is_fsdp_enabled': lambda: False}
+    original = {name: vars(modeling_utils)[name] for name in replaced if hasattr(modeling_utils, name)}
+    vars(modeling_utils).update({name: replaced[name] for name in original})
+    try:
+        # What is missing gets no values, for which each tensor would be made on the CPU
+        loaded = load(folder, _fast_init=False)
+    except Exception:  # of any type, from custom code
         return None
-    kept = set(kind._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
-    return {name for name in names if kept.intersection(name.split('.'))}
+    finally:
+        vars(modeling_utils).update(original)
+    return loaded if was_read else None

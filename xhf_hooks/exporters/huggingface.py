@@ -14,14 +14,13 @@ from torch import nn
 
 from xhf_hooks.base_model.files import LocatedBase, is_remote_code
 from xhf_hooks.compat.transformers import (
-    converts_weights,
     ignored_keys,
     keeps_fp32,
     text_config,
-    tied_while_built,
 )
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, has_own_save
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
@@ -31,8 +30,6 @@ from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, requi
 from xhf_hooks.exporters.loading_check import (
     Problems,
     differences,
-    load_and_find_fp32,
-    load_empty,
     loading_not_checked,
     needs_its_code,
     require_none,
@@ -304,7 +301,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         if dtype != 'F32' and keeps_fp32(built.reference):
             kind = self._class_that_loads(built.reference)
             try:
-                wide = load_and_find_fp32(kind, built.config, entries, TORCH_DTYPES[dtype], built.arguments)
+                by_name = {entry.hf_name: entry for entry in entries}
+                wide = ask_load(kind, built.config, by_name, TORCH_DTYPES[dtype], built.arguments).fp32_names
             except Exception as error:  # of any type, from custom code
                 expected = f'None, since {kind.__name__} keeps tensors in fp32, and it is unknown which: {error!r}'
                 raise OptionError('dtype', expected, dtype) from error
@@ -320,25 +318,21 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         kind = self._class_that_loads(export.reference)
         other_sets = {entry.file_set for entry in export.entries} - {FileSet()}
         other_files = {one.path(one.stem + WEIGHTS_SUFFIX) for one in other_sets}
-        placements = [one for one in placements if one.file not in other_files]
-        placements = [one for one in placements if one.hf_name not in export.copied]  # which the class does not load
+        # The class does not load what is copied
+        own = [one for one in placements if one.file not in other_files and one.hf_name not in export.copied]
+        by_name = {one.hf_name: one for one in own}
         try:
-            loaded, problems = load_empty(kind, export.config, placements, arguments=export.arguments)
+            loaded = ask_load(kind, export.config, by_name, arguments=export.arguments)
         except ModelError:
             raise
         except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
             return [loading_not_checked(kind, error)]
-        restored: set[str] = set()
-        # transformers 4 restores these ties while it builds the class, but not with the device map of this check
-        if problems['missing'] and not converts_weights():
-            restored = tied_while_built(build_on_meta(kind, export.config, export.arguments), export.not_written)
-        problems['missing'] = [name for name in problems['missing'] if name not in restored]
-        may_be_untied = export.never_written | restored  # or the class ties them itself
-        for _, names in names_by_identity(loaded):
+        problems = dict(loaded.problems)
+        for _, names in names_by_identity(loaded.model):
             known = [name for name in names if name in export.own]
             if len({id(export.own[name]) for name in known}) > 1:
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
-            elif known and export.not_written.issuperset(known) and not may_be_untied.issuperset(known):
+            elif known and export.not_written.issuperset(known) and not export.never_written.issuperset(known):
                 # None of its names is in the files, and loading ties it to no tensor that is
                 problems.setdefault('not tied to what is saved', []).append(known[0])
         if problems.get('tied, but trained apart'):

@@ -1,7 +1,6 @@
-"""Loads what a save will hold before there is one: transformers and peft load empty tensors on the meta device.
+"""What will not come back of a save is found before there is one, and refused. Here peft loads empty adapters, too.
 
-``from_pretrained`` does its own renaming, conversions and tying, so this finds whatever will not come back, of any
-cause. It reads no weights, and takes tenths of a second and some MB for a model of 8 B parameters.
+transformers loads models in :mod:`.ask_load`.
 """
 
 from __future__ import annotations
@@ -9,118 +8,24 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from xhf_hooks.compat.deepspeed import restore_inherited_init
-from xhf_hooks.compat.transformers import kept_in_fp32_by_name, loaded_without_device_map
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.hf_assets import write_config
-from xhf_hooks.exporters.on_meta import preserved_random_state, tensors_of_modules_on_meta, without_zero_init
+from xhf_hooks.exporters.on_meta import preserved_random_state, without_zero_init
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text, some
-from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import ExportEntry, Placement
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 #: Kinds of problems, and the names of the tensors that have them.
 Problems = dict[str, list[str]]
-
-
-def load_empty(
-    kind: type[PreTrainedModel],
-    config: PretrainedConfig,
-    placements: Sequence[Placement | ExportEntry],
-    dtype: torch.dtype | str = 'auto',
-    arguments: Mapping[str, Any] | None = None,
-) -> tuple[PreTrainedModel, Problems]:
-    """Load a model as ``from_pretrained`` will do. Runs on: the thread that trains.
-
-    Args:
-        kind: The class that config.json names.
-        config: Is written to config.json, and read from there.
-        dtype: The option ``torch_dtype``.
-        arguments: Keyword arguments of the class besides the config.
-
-    Returns:
-        The model, on the meta device, and what transformers reports. Of tensors that are stored and that its config
-        ties, transformers 4 makes one. transformers 5 does that only if their values are equal, so not here.
-
-    Raises:
-        ModelError: The config cannot be read.
-        Exception: Anything, where loading cannot be tried.
-    """
-    with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
-        folder = Path(name)
-        write_config(folder, config)
-        try:
-            read = type(config).from_pretrained(folder)
-        except Exception as error:  # of any type, from custom code
-            reason = error_text(error, 500)
-            raise ModelError(f'{type(config).__name__} would not load its own config.json: {reason}') from error
-        restore_inherited_init(kind)
-        tensors = _empty(placements)
-        load = partial(load_with_info, kind, None, dtype, config=read, state_dict=tensors, **(arguments or {}))
-        try:
-            model, problems = load(device_map={'': 'meta'})
-        except Exception:  # of any type, from custom code; raised again if the other way fails, too
-            planned_names = {place.hf_name for place in placements}
-            loaded = loaded_without_device_map(
-                load, planned_names, (partial(torch.device, 'meta'), tensors_of_modules_on_meta)
-            )
-            if loaded is None:
-                raise
-            model, problems = loaded
-        return model, problems
-
-
-def load_and_find_fp32(
-    kind: Any,
-    config: PretrainedConfig,
-    entries: Sequence[ExportEntry],
-    dtype: torch.dtype,
-    arguments: Mapping[str, Any] | None,
-) -> set[str]:
-    """The names of the tensors that ``from_pretrained`` with a 16-bit dtype keeps in fp32. Runs on: all ranks.
-
-    Raises:
-        Exception: Anything, if the class cannot be loaded empty, and the installed transformers has no simple rule.
-    """
-    try:
-        loaded, _ = load_empty(kind, config, entries, dtype, arguments)
-    except Exception:  # of any type, from custom code; raised again if there is no simple rule
-        by_name = kept_in_fp32_by_name(kind, [entry.hf_name for entry in entries], dtype)
-        if by_name is None:
-            raise
-        return by_name
-    return {name for name, tensor in module_tensors(loaded) if tensor.dtype == torch.float32}
-
-
-def load_with_info(
-    kind: Any, source: str | None, torch_dtype: torch.dtype | str = 'auto', **options: Any
-) -> tuple[Any, Problems]:
-    """Call ``from_pretrained`` of a class; returns the model, and what transformers reports of it."""
-    model, info = kind.from_pretrained(
-        source,
-        torch_dtype=torch_dtype,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported instead
-        **options,
-    )
-    shapes = [  # transformers 4.57 gives only names
-        one if isinstance(one, str) else f'{one[0]} {tuple(one[1])}, expected {tuple(one[2])}'
-        for one in info['mismatched_keys']
-    ]
-    names = {'missing': info['missing_keys'], 'unexpected': info['unexpected_keys'], 'of other shape': shapes}
-    return model, {problem: sorted(map(str, which)) for problem, which in names.items()}
 
 
 def load_empty_adapter(
@@ -133,7 +38,7 @@ def load_empty_adapter(
     """
     from peft import PeftConfig, get_peft_model
 
-    with _as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
+    with as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
         folder = Path(name)
         config.save_pretrained(folder)
         read = PeftConfig.from_pretrained(str(folder))
@@ -207,7 +112,7 @@ def needs_its_code(kind: type) -> list[str]:
 
 
 @contextmanager
-def _as_if_alone() -> Iterator[None]:
+def as_if_alone() -> Iterator[None]:
     """Training notices nothing of the block: not by random numbers, nor by a dtype that a failure leaves behind."""
     dtype = torch.get_default_dtype()
     with quiet(), without_zero_init(), preserved_random_state():

@@ -230,19 +230,3 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
-
-
-@contextmanager
-def tensors_of_modules_on_meta() -> Iterator[None]:
-    """Inside, buffers go to the meta device, too. A class that reads its own buffers cannot be built inside."""
-    register = nn.Module.register_buffer
-
-    def register_on_meta(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        register(module, name, None if tensor is None else tensor.to('meta'), persistent)
-
-    nn.Module.register_buffer = register_on_meta
-    try:
-        with torch.device('cpu'), _parameters_on_meta():
-            yield
-    finally:
-        nn.Module.register_buffer = register

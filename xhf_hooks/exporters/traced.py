@@ -150,8 +150,15 @@ def computed(
     return _made(empty, _traced_in(args), _Operation(function, args, {}), None)
 
 
-def replay(made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors, by name, of the values of their sources. What several of them need is made once."""
+def replay(
+    made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor], *, with_copies: bool = True
+) -> dict[str, torch.Tensor]:
+    """Make tensors, by name, of the values of their sources. What several of them need is made once.
+
+    Args:
+        with_copies: Whether to repeat copies, which cast tensors and move them to other devices. Loading moves them to
+            the meta device, and casts them as its model needs them.
+    """
     results: dict[int, Any] = {}
 
     def value_of(one: Any) -> Any:
@@ -160,6 +167,8 @@ def replay(made: Mapping[str, TracedTensor], values: Mapping[str, torch.Tensor])
         operation = one._operation
         if operation is None:
             return values[one.sources[0]]
+        if not with_copies and operation.function.__name__ in _COPIES:
+            return value_of(_traced_in((operation.args, operation.kwargs))[0])
         if id(operation) not in results:
             args, kwargs = tree_map(value_of, (operation.args, operation.kwargs))
             results[id(operation)] = operation.function(*args, **kwargs)

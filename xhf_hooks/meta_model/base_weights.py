@@ -1,28 +1,26 @@
 """Stored weights, under the names and in the form that they have in memory: of a base model, and of an older version.
 
 transformers renames, fuses and permutes weights when it loads them, by rules that differ between versions. So it loads
-tensors on the meta device that record what is done to them. The same is done to the real ones when they are read.
+tensors that record what is done to them (:mod:`xhf_hooks.exporters.ask_load`). The same is done to the real ones when
+they are read.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
-from xhf_hooks.exporters.loading_check import Problems, load_with_info
-from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.ask_load import Loaded, ask_load
+from xhf_hooks.exporters.traced import Run, TracedTensor, replay
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
-from xhf_hooks.model import module_tensors, names_by_identity
 from xhf_hooks.sources.checkpoint.base_weights import base_weights
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
 #: Makes a tensor of those in the files, or of their fp32 masters.
 Make = Callable[[bool], torch.Tensor]
-#: What loading does to tensors that it leaves as they are. Casts are those of the run, not those of loading.
-_UNCHANGED = ('to', 'detach', '__getitem__', 'requires_grad_', 'contiguous', '__get__')
 
 
 @dataclass(frozen=True)
@@ -62,42 +58,15 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     if not stored:
         return BaseWeights()
     try:
-        found = load_recorded(kind, config, stored)
+        loaded = load_stored(kind, config, stored)
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
-        if _has_all_names(kind, config, stored):  # transformers before 4.48 loads no tensors that it is given
-            return BaseWeights(stored)
         problem = f'could not find out how {kind.__name__} names its weights in memory, so the names in files are used'
         note = f'{folder}: {problem} ({error_text(error)})'
         return BaseWeights(stored, None, (note,))
-    return BaseWeights(found.tensors, found.model)
+    return BaseWeights(tensors_made(loaded, stored), loaded.model)
 
 
-def _has_all_names(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Tells whether the files have each tensor of the class under its name in memory, so that nothing was renamed."""
-    with suppress(Exception):  # of any type, from custom code
-        model = build_on_meta(kind, config)
-        return all(any(name in stored for name in names) for _, names in names_by_identity(model))
-    return False
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model that ``from_pretrained`` has made from stored tensors.
-
-    Attributes:
-        tensors: By name in the model. Those that the model lacks are left out.
-        model: The model as ``from_pretrained`` makes it, on the meta device.
-        sources: The names, among those that were given, of what each of them is made of; by name in the model.
-        problems: The problems that transformers reports: names by kind of problem.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    sources: Mapping[str, tuple[str, ...]]
-    model: PreTrainedModel
-    problems: Problems
-
-
-def load_recorded(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> Loaded:
+def load_stored(kind: type[PreTrainedModel], config: PretrainedConfig, stored: Mapping[str, StoredTensor]) -> Loaded:
     """Load stored tensors as ``from_pretrained`` of the class does, without reading their values.
 
     Raises:
@@ -106,29 +75,41 @@ def load_recorded(kind: type[PreTrainedModel], config: PretrainedConfig, stored:
     config = copy.deepcopy(config)
     if hasattr(config, 'quantization_config'):  # loading would make other classes of layers
         del config.quantization_config
-    state = {name: _recorded(name, tensor) for name, tensor in stored.items()}
-    model, problems = load_with_info(kind, None, config=config, state_dict=state, device_map={'': 'meta'})
+    return ask_load(kind, config, stored)
+
+
+def tensors_made(loaded: Loaded, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a loaded model, by each of their names there.
+
+    Args:
+        stored: What it was loaded from.
+    """
     last_made = LastMade()
-    recorded = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, _Recorded)}
-    tensors = {name: _stored(name, tensor, stored, last_made) for name, tensor in recorded.items()}
-    return Loaded(tensors, {name: tensor.sources for name, tensor in recorded.items()}, model, problems)
+    return {name: _tensor_made(name, tensor, stored, last_made) for name, tensor in loaded.made.items()}
 
 
-def _stored(name: str, tensor: _Recorded, stored: Mapping[str, StoredTensor], last_made: LastMade) -> StoredTensor:
-    if tensor.unchanged is not None:
-        return stored[tensor.unchanged]
-    made_of = tuple(stored[name] for name in tensor.sources)
+def _tensor_made(
+    name: str, tensor: TracedTensor, stored: Mapping[str, StoredTensor], last_made: LastMade
+) -> StoredTensor:
+    made_of, shape = tuple(stored[source] for source in tensor.sources), tensor.description[0]
+    if tensor.run == Run(tensor.sources[0], 0) and shape == made_of[0].shape:
+        return made_of[0]
     return MadeTensor(
         name,
-        tuple(tensor.shape),
+        shape,
         made_of[0].dtype,
         trained=(),
         master=() if all(one.master is not None for one in made_of) else None,
         master_lost=any(one.master_lost for one in made_of),
         made_of=made_of,
-        make=tensor.make,
+        make=partial(_make, tensor, made_of),
         last_made=last_made,
     )
+
+
+def _make(tensor: TracedTensor, made_of: Sequence[StoredTensor], from_master: bool) -> torch.Tensor:
+    values = {source: _values(one, from_master) for source, one in zip(tensor.sources, made_of, strict=True)}
+    return replay({'': tensor}, values, with_copies=False)['']
 
 
 class LastMade:
@@ -162,60 +143,7 @@ class MadeTensor(StoredTensor):
         return sum(one.read_nbytes(from_master and self.master is not None) for one in self.made_of)
 
 
-class _Recorded(torch.Tensor):
-    """A tensor on the meta device that records how it was made.
-
-    Attributes:
-        sources: Names in the files of what it is made of.
-        unchanged: The name of the one that it is; None if it was computed.
-        make: Makes it of the real tensors.
-    """
-
-    sources: tuple[str, ...]
-    unchanged: str | None
-    make: Make
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = super().__torch_function__(func, types, args, kwargs)
-        operands = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, _Recorded)]
-        several = isinstance(result, (list, tuple))
-        for place, made in enumerate(result if several else [result]):
-            if not isinstance(made, _Recorded) or any(made is one for one in operands):
-                continue
-            first = operands[0]
-            made.sources = tuple(dict.fromkeys(name for one in operands for name in one.sources))
-            if len(operands) == 1 and func.__name__ in _UNCHANGED and made.shape == first.shape:
-                made.unchanged = first.unchanged
-                made.make = first.make
-            else:
-                made.unchanged = None
-                made.make = _replay(func, args, kwargs, place if several else None)
-        return result
-
-
-def _recorded(name: str, tensor: StoredTensor) -> _Recorded:
-    found = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta').as_subclass(_Recorded)
-    found.sources = (name,)
-    found.unchanged = name
-    found.make = partial(_values, tensor)
-    return found
-
-
 def _values(tensor: StoredTensor, from_master: bool) -> torch.Tensor:
     """All elements: of the file itself if they are one piece there, in the dtype of training."""
     is_one = len(tensor.trained) == 1 and tensor.trained[0].dtype == TORCH_DTYPES[tensor.dtype]
     return tensor.trained[0].reshape(tensor.shape) if is_one and not from_master else tensor.whole(from_master)
-
-
-def _replay(func: Any, args: Any, kwargs: Any, place: int | None) -> Make:
-    def make(from_master: bool) -> torch.Tensor:
-        def real(one: Any) -> Any:
-            return one.make(from_master) if isinstance(one, _Recorded) else one
-
-        real_args, real_kwargs = tree_map(real, (args, kwargs))
-        result = func(*real_args, **real_kwargs)
-        return result if place is None else result[place]
-
-    return make

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from xhf_hooks.compat.transformers import converts_weights, ignored_keys
-from xhf_hooks.exporters.loading_check import Problems
-from xhf_hooks.meta_model.base_weights import Loaded, load_recorded
+from xhf_hooks.exporters.ask_load import Loaded
+from xhf_hooks.meta_model.base_weights import load_stored, tensors_made
 from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
-from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
-from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,34 +47,9 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
         stored: By names in the model, of any version.
     """
     try:
-        with quiet():
-            return load_recorded(type(model), model.config, stored)
-    except Exception:  # of any type, from custom code; transformers before 4.48 loads no tensors that it is given
-        return None if converts_weights() else _load_by_name(model, stored)
-
-
-def _load_by_name(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Loaded:
-    """The model that loading would make of the tensors if names are not converted.
-
-    transformers before 4.48 cannot load tensors without values.
-    """
-    sources: dict[str, tuple[str, ...]] = {}
-    problems: Problems = {'missing': [], 'unexpected': [], 'of other shape': []}
-    known = {name for name, _ in model.named_buffers()}  # older versions stored some that are not persistent now
-    for tensor, names in names_by_identity(model):
-        known.update(names)
-        matching = [name for name in names if name in stored]
-        if not matching:
-            problems['missing'].append(names[0])
-        elif tuple(tensor.shape) != tuple(stored[matching[0]].shape):
-            problems['of other shape'].append(names[0])
-        else:
-            sources[names[0]] = (matching[0],)
-    problems['unexpected'] = [name for name in stored if name not in known]
-    for problem in ('missing', 'unexpected'):
-        ignored = ignored_keys(model, f'load_{problem}')
-        problems[problem] = [n for n in problems[problem] if not any(re.search(pattern, n) for pattern in ignored)]
-    return Loaded({name: stored[one] for name, (one,) in sources.items()}, sources, model, problems)
+        return load_stored(type(model), model.config, stored)
+    except Exception:  # of any type, from custom code
+        return None
 
 
 def rename_older(
@@ -101,15 +74,15 @@ def rename_older(
     loaded = load_checkpoint(model, {**adapted, **given})
     if loaded is None:
         return RenamedTensors()
-    found = RenamedTensors()
+    made, found = tensors_made(loaded, {**adapted, **given}), RenamedTensors()
     full = {name: own[key] for key, each in names.items() if key in own for name in each}
     moved: dict[str, str] = {}  # path of a module: by what the checkpoint calls it
-    for name, sources in loaded.sources.items():
+    for name, sources in ((name, tensor.sources) for name, tensor in loaded.made.items()):
         if len(sources) == 1 and sources[0] in adapted:
             moved[sources[0].removesuffix('.weight')] = place + name[len(part) :].removesuffix('.weight')
         if name in full and full[name] not in stored and not adapted.keys() & set(sources) - given.keys():
-            found.tensors[full[name]] = loaded.tensors[name]
-    read = {source for sources in loaded.sources.values() for source in sources}
+            found.tensors[full[name]] = made[name]
+    read = {source for tensor in loaded.made.values() for source in tensor.sources}
     unexpected = set(loaded.problems['unexpected'])
     ignores_others = unexpected <= given.keys()  # else transformers gives other names than the checkpoint has
     for name in unknown:

@@ -129,7 +129,7 @@ def find_class(
         except XhfError:
             continue
         if loaded is not None and not any(loaded.problems.values()):
-            read = {id(inside[name]) for names in loaded.sources.values() for name in names}
+            read = {id(inside[name]) for tensor in loaded.made.values() for name in tensor.sources}
             left = {name: id(tensor) for name, tensor in stored.items() if id(tensor) not in read}
             if not any(f'.{name}'.endswith(heads) for name in left):
                 unread[kind.__name__] = len({*left.values()})

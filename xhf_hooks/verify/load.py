@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.compat.transformers import converts_weights, tied_while_built
 from xhf_hooks.errors import XhfError
-from xhf_hooks.exporters.loading_check import Problems, load_empty, load_empty_adapter
+from xhf_hooks.exporters.ask_load import ask_load
+from xhf_hooks.exporters.loading_check import Problems, load_empty_adapter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -23,7 +23,7 @@ from xhf_hooks.meta_model.transformers_model import (
     fit_config,
     load_config,
 )
-from xhf_hooks.model import module_tensors, names_by_identity
+from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system.library_settings import quiet
 from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
@@ -109,21 +109,17 @@ def _entries_of(report: FolderCheck, files: list[str]) -> list[ExportEntry]:
 def _load_model(folder: Path, entries: list[ExportEntry], trust_remote_code: bool) -> tuple[str, Problems]:
     config, kind = _config_and_class(folder, trust_remote_code)
     try:
-        built = build_on_meta(kind, config)
+        build_on_meta(kind, config)
     except ImportError as error:
         raise _CannotTry(f'{kind.__name__} needs a package that is not here ({error_text(error)})') from error
     except Exception as error:  # of any type, from custom code
         raise _WouldFail(f'{kind.__name__} cannot be built from config.json ({error_text(error)})') from error
     _require_dtypes(entries)
     try:
-        _, problems = load_empty(kind, config, entries)
+        loaded = ask_load(kind, config, {entry.hf_name: entry for entry in entries})
     except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
         raise _CannotTry(f'loading {kind.__name__} could not be checked: {error_text(error)}; {_BY_HAND}') from error
-    if problems['missing'] and not converts_weights():
-        exported = {entry.hf_name for entry in entries}
-        restored = tied_while_built(built, {name for name, _ in module_tensors(built)} - exported)
-        problems['missing'] = [name for name in problems['missing'] if name not in restored]
-    return kind.__name__, problems
+    return kind.__name__, loaded.problems
 
 
 def _config_and_class(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, Any]:
