@@ -103,6 +103,8 @@ def ask_load(
             restored = _tie_as_built(model, build_on_meta(kind, read, arguments), problems['missing'])
             problems['missing'] = [name for name in problems['missing'] if name not in restored]
     made = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, TracedTensor)}
+    for tensor in made.values():
+        tensor.require_unchanged()
     return Loaded(model, made, problems)
 
 

@@ -25,7 +25,10 @@ _GET_DEVICE = torch.Tensor.device.__get__
 
 
 class ChangedInPlaceError(RuntimeError):
-    """A traced tensor was changed in place, which is not recorded."""
+    """Asked for is a traced tensor that was changed in place, or is made of one; such changes are not recorded.
+
+    Others may be changed: transformers 5 initialises what a parametrization computes of weights that it has loaded.
+    """
 
 
 class ValueStandIn:
@@ -73,6 +76,7 @@ class TracedTensor(torch.Tensor):
     _place: int | None  # in the operation's results, if there are several
     _origin: Run | None  # of the first element of its storage, if that holds elements of one source
     _stand_in: ValueStandIn | None
+    _changes: list[str]  # the functions that have changed it in place; shared by those with the same elements
     _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device has not
 
     @classmethod
@@ -89,10 +93,9 @@ class TracedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             versions = [one._version for one in operands]
             result = func(*args, **kwargs)
-            if name != '__get__' and any(
-                one._version != version for one, version in zip(operands, versions, strict=True)
-            ):
-                raise ChangedInPlaceError(f'{name} has changed {operands[0].sources} in place')
+            for one, version in zip(operands, versions, strict=True):
+                if name != '__get__' and one._version != version:
+                    one._changes.append(name)
             operation = _Operation(func, args, kwargs)
             if isinstance(result, torch.Tensor):
                 return result if any(result is one for one in operands) else _made(result, operands, operation, None)
@@ -106,39 +109,46 @@ class TracedTensor(torch.Tensor):
         """Whether nothing has been done to it."""
         return self._operation is None
 
+    def require_unchanged(self) -> None:
+        """Refuse it if it was changed in place, or is made of what was.
+
+        Raises:
+            ChangedInPlaceError: It was.
+        """
+        if self._changes:
+            raise ChangedInPlaceError(f'{self._changes[0]} has changed {", ".join(self.sources)} in place')
+
     @property
     def run(self) -> Run | None:
         """Which consecutive elements of one source it has, in their order; None if it has others."""
+        self.require_unchanged()
         with torch._C.DisableTorchFunctionSubclass():
             if self._origin is None or not self.is_contiguous():
                 return None
             return Run(self._origin.source, self._origin.offset + self.storage_offset())
 
+    def sharing_memory_with(self, other: TracedTensor) -> TracedTensor:
+        """This tensor, tied to another one as far as others can see."""
+        self._memory = other._memory
+        return self
+
     @property
     def description(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Its shape and dtype, without the cost of asking a traced tensor."""
+        self.require_unchanged()
         with torch._C.DisableTorchFunctionSubclass():
             return tuple(self.shape), self.dtype
 
 
-def traced(
-    name: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    stand_in: ValueStandIn | None = None,
-    tied: TracedTensor | None = None,
-) -> TracedTensor:
+def traced(name: str, shape: Sequence[int], dtype: torch.dtype, stand_in: ValueStandIn | None = None) -> TracedTensor:
     """A source with this name.
 
     Args:
         stand_in: What code gets that reads values; None: reading raises.
-        tied: Another source that seems to have the same memory.
     """
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta').as_subclass(TracedTensor)
-    empty.sources, empty._operation, empty._place = (name,), None, None
+    empty.sources, empty._operation, empty._place, empty._changes = (name,), None, None, []
     empty._origin, empty._stand_in, empty._memory = Run(name, 0), stand_in, torch.UntypedStorage(1)
-    if tied is not None:
-        empty._memory = tied._memory
     return empty
 
 
@@ -189,6 +199,7 @@ def _made(
     made._operation, made._place, made._stand_in = operation, place, operands[0]._stand_in
     storage = result.untyped_storage()._cdata
     viewed = [one for one in operands if one.untyped_storage()._cdata == storage]
+    made._changes = viewed[0]._changes if viewed else [change for one in operands for change in one._changes]
     is_whole = bool(viewed) and viewed[0].numel() == result.numel()
     made._memory = viewed[0]._memory if is_whole else torch.UntypedStorage(1)  # parts do not count as tied
     made._origin = None
