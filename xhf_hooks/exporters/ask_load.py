@@ -92,15 +92,18 @@ def ask_load(
         restore_inherited_init(kind)
         given = {name: traced(name, one.shape, TORCH_DTYPES[one.dtype]) for name, one in tensors.items()}
         load = partial(_load, kind, dict(torch_dtype=dtype, config=read, **(arguments or {})))
+        keeps_ties = False
         try:
             model, problems = load(None, state_dict=given)
         except Exception:  # of any type, from custom code; raised again if the other way fails, too
             loaded = load_as_from_file(load, folder, given)
             if loaded is None:
                 raise
+            keeps_ties = True  # that transformers loads into what the class has built, with each of its ties
             model, problems = loaded
         if problems['missing'] and not converts_weights():
-            restored = _tie_as_built(model, build_on_meta(kind, read, arguments), problems['missing'])
+            built = build_on_meta(kind, read, arguments, keeps_ties=keeps_ties)
+            restored = _tie_as_built(model, built, problems['missing'])
             problems['missing'] = [name for name in problems['missing'] if name not in restored]
     made = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, TracedTensor)}
     for tensor in made.values():

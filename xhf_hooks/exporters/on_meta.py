@@ -24,12 +24,17 @@ Built = TypeVar('Built', bound=nn.Module)
 
 
 def build_on_meta(
-    kind: type[PreTrainedModel], config: PretrainedConfig, arguments: Mapping[str, Any] | None = None
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    keeps_ties: bool = False,
 ) -> PreTrainedModel:
     """Build a model on the meta device as ``from_pretrained`` builds it, unpartitioned even at ZeRO-3.
 
     Args:
         arguments: Keyword arguments of the class besides the config.
+        keeps_ties: Whether parameters stay tied that the class itself sets as those of other modules.
     """
     arguments = arguments or {}
 
@@ -39,7 +44,8 @@ def build_on_meta(
         choose_attention_again(own)
         restore_inherited_init(kind)
         model = kind(own, **arguments)
-        _untie_parameters(model)
+        if not keeps_ties:
+            _untie_parameters(model)
         if not converts_weights():  # in transformers 4 models in the model tie their own weights when they are built
             for inner in model.modules():
                 if inner is not model and hasattr(inner, 'tie_weights'):

@@ -87,10 +87,12 @@ class TracedTensor(torch.Tensor):
             return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
         if name == 'untyped_storage':
             return args[0]._memory
-        if name == '__get__' and func == _GET_DEVICE:
+        if name == '__get__' and func == _GET_DEVICE and args[0]._stand_in is not None:
             return torch.device('cpu')  # versions of transformers look for offloaded tensors on the meta device
-        operands = _traced_in((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
+            if name == '__get__' and not isinstance(result := func(*args), torch.Tensor):
+                return result  # such as the shape, which is asked for often
+            operands = _traced_in((args, kwargs))
             versions = [one._version for one in operands]
             result = func(*args, **kwargs)
             for one, version in zip(operands, versions, strict=True):

@@ -43,10 +43,13 @@ def test_tensors_ties_and_dtypes(family, tmp_path):
     model.save_pretrained(tmp_path)
     found, (loaded, problems) = asked(model, tmp_path), really_loaded(model, tmp_path)
     assert found.problems == problems
-    expected = dict(module_tensors(loaded))
+    expected, saved = dict(module_tensors(loaded)), dict(module_tensors(model))
+    lost = {name for name, tensor in expected.items() if not torch.equal(tensor, saved[name])}
+    # In some versions of transformers 4, from_pretrained without a device map ties it to one that is not in the file
+    assert not lost or (family, lost) == ('roberta', {'lm_head.bias', 'lm_head.decoder.bias'})
     made = replay(found.made, load_file(tmp_path / WEIGHTS), with_copies=False)
-    for name, tensor in made.items():
-        assert torch.equal(tensor, expected[name]), name
+    for name in made.keys() - lost:
+        assert torch.equal(made[name], expected[name]), name
     tensors = dict(module_tensors(found.model))
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {n: t.dtype for n, t in expected.items()}
     assert {name for name, parameter in loaded.named_parameters() if parameter.requires_grad} <= made.keys()
