@@ -35,7 +35,7 @@ PURE = (
 LAYERS = (
     '__init__', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
     'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'assets', 'writers',
-    'planning', 'collective', 'compat', 'base_model', 'registry', 'format', 'system', 'model', 'errors',
+    'planning', 'collective', 'base_model', 'registry', 'format', 'system', 'model', 'compat', 'errors',
 )  # fmt: skip
 
 
@@ -134,14 +134,6 @@ def test_layers():
         if LAYERS.index(layer(imported)) < LAYERS.index(layer(path))
     ]
     assert upwards == []
-
-
-def test_compat_is_a_leaf():
-    """A module is deleted with the versions that it is for, and nothing else needs a look."""
-    ours = tuple(f'xhf_hooks.{name}' for name in LAYERS if name not in ('__init__', 'compat', 'errors'))
-    found = {re.sub(r':\d+', '', line) for line in breaches(files_in('compat/'), ours)}
-    imports = ('model.names_by_identity',)
-    assert found == {f'compat/transformers.py imports xhf_hooks.{name}' for name in imports}, 'to be removed, too'
 
 
 HEAVY = ('deepspeed', 'transformers', 'peft', 'xtuner', 'axolotl', 'torch.distributed.fsdp', 'torch.distributed.tensor')

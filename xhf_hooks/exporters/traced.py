@@ -129,11 +129,6 @@ class TracedTensor(torch.Tensor):
                 return None
             return Run(self._origin.source, self._origin.offset + self.storage_offset())
 
-    def sharing_memory_with(self, other: TracedTensor) -> TracedTensor:
-        """This tensor, tied to another one as far as others can see."""
-        self._memory = other._memory
-        return self
-
     @property
     def description(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Its shape and dtype, without the cost of asking a traced tensor."""
@@ -142,15 +137,24 @@ class TracedTensor(torch.Tensor):
             return tuple(self.shape), self.dtype
 
 
-def traced(name: str, shape: Sequence[int], dtype: torch.dtype, stand_in: ValueStandIn | None = None) -> TracedTensor:
+def traced(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stand_in: ValueStandIn | None = None,
+    tied: TracedTensor | None = None,
+) -> TracedTensor:
     """A source with this name.
 
     Args:
         stand_in: What code gets that reads values; None: reading raises.
+        tied: Another source that seems to have the same memory.
     """
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta').as_subclass(TracedTensor)
     empty.sources, empty._operation, empty._place, empty._changes = (name,), None, None, []
     empty._origin, empty._stand_in, empty._memory = Run(name, 0), stand_in, torch.UntypedStorage(1)
+    if tied is not None:
+        empty._memory = tied._memory
     return empty
 
 
