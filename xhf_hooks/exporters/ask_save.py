@@ -29,7 +29,7 @@ from xhf_hooks.exporters.traced import TracedTensor, ValueStandIn, traced
 from xhf_hooks.format.index import INDEX_SUFFIX, SHARD_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.model import model_class
-from xhf_hooks.system.library_settings import as_the_only_process, quiet
+from xhf_hooks.system.library_settings import as_the_only_process, quiet, replaced_in_this_thread
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -165,9 +165,13 @@ def _ask(save: Callable[..., object], trial: Callable[[ValueStandIn], Any], **op
 
 
 def _ask_once(save: Callable[..., object], trial: Any, options: Mapping[str, Any]) -> SaveAnswer:
+    from transformers import modeling_utils
+
     with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as temporary:
         folder = Path(temporary).resolve()
-        settings = (quiet(), without_zero_init(), preserved_random_state(), as_the_only_process())
+        # transformers looks for wrappers, which the copy has none of, and imports DeepSpeed for it: seconds, if it can
+        unwrapping = replaced_in_this_thread(modeling_utils, {'unwrap_model': lambda model, **options: model})
+        settings = (quiet(), without_zero_init(), preserved_random_state(), as_the_only_process(), unwrapping)
         with contextlib.ExitStack() as stack:
             for setting in settings:
                 stack.enter_context(setting)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
@@ -58,6 +59,27 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
+def replaced_in_this_thread(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of a module, by name, in the block and for this thread. Those that it lacks are left out."""
+    thread = threading.get_ident()
+    before = {name: getattr(module, name) for name in functions if hasattr(module, name)}
+
+    def chosen(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (other if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        return call
+
+    for name, original in before.items():
+        setattr(module, name, chosen(original, functions[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+@contextmanager
 def as_the_only_process() -> Iterator[None]:
     """To code that asks torch.distributed in this thread, there is one process, without a process group.
 
@@ -66,20 +88,7 @@ def as_the_only_process() -> Iterator[None]:
     """
     from torch import distributed
 
-    thread = threading.get_ident()
     answers = {'is_initialized': False, 'get_rank': 0, 'get_world_size': 1, 'barrier': None}
-    before = {name: getattr(distributed, name) for name in answers if hasattr(distributed, name)}
-
-    def replaced(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            return answer if threading.get_ident() == thread else function(*args, **kwargs)
-
-        return ask
-
-    for name, function in before.items():
-        setattr(distributed, name, replaced(function, answers[name]))
-    try:
+    functions = {name: lambda *args, answer=answer, **kwargs: answer for name, answer in answers.items()}
+    with replaced_in_this_thread(distributed, functions):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(distributed, name, function)
