@@ -8,6 +8,7 @@ for a model of 8 B parameters.
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,7 +96,8 @@ def ask_load(
         keeps_ties = False
         try:
             model, problems = load(None, state_dict=given)
-        except Exception:  # of any type, from custom code; raised again if the other way fails, too
+        except Exception as error:  # of any type, from custom code; raised again if the other way fails, too
+            traceback.clear_frames(error.__traceback__)  # they hold a model
             loaded = load_as_from_file(load, folder, given)
             if loaded is None:
                 raise
