@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ class TracedTensor(torch.Tensor):
     sources: tuple[str, ...]
     _operation: _Operation | None  # None: it is a source itself
     _place: int | None  # in the operation's results, if there are several
-    _origin: Run | None  # of the first element of its storage, if that holds elements of one source
+    # Its elements as a view of its only source, of which it may be a copy in another order in memory; None: it is none
+    _view: torch.Tensor | None
     _stand_in: ValueStandIn | None
     _changes: list[str]  # the functions that have changed it in place; shared by those with the same elements
     _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device has not
@@ -98,11 +100,14 @@ class TracedTensor(torch.Tensor):
             for one, version in zip(operands, versions, strict=True):
                 if name != '__get__' and one._version != version:
                     one._changes.append(name)
+            if any(result is one for one in operands):
+                return result
             operation = _Operation(func, args, kwargs)
             if isinstance(result, torch.Tensor):
-                return result if any(result is one for one in operands) else _made(result, operands, operation, None)
+                return _made(result, operands, operation, None, _view_of_source(operation, operands, result))
             if isinstance(result, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in result):
-                made = [_made(one, operands, operation, place) for place, one in enumerate(result)]
+                views = _view_of_source(operation, operands, result) or [None] * len(result)
+                made = [_made(one, operands, operation, i, views[i]) for i, one in enumerate(result)]
                 return type(result)(made)
         return result
 
@@ -124,10 +129,9 @@ class TracedTensor(torch.Tensor):
     def run(self) -> Run | None:
         """Which consecutive elements of one source it has, in their order; None if it has others."""
         self.require_unchanged()
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._origin is None or not self.is_contiguous():
-                return None
-            return Run(self._origin.source, self._origin.offset + self.storage_offset())
+        if self._view is None or not self._view.is_contiguous():
+            return None
+        return Run(self.sources[0], self._view.storage_offset())
 
     @property
     def description(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -150,12 +154,12 @@ def traced(
         stand_in: What code gets that reads values; None: reading raises.
         tied: Another source that seems to have the same memory.
     """
-    empty = torch.empty(tuple(shape), dtype=dtype, device='meta').as_subclass(TracedTensor)
-    empty.sources, empty._operation, empty._place, empty._changes = (name,), None, None, []
-    empty._origin, empty._stand_in, empty._memory = Run(name, 0), stand_in, torch.UntypedStorage(1)
-    if tied is not None:
-        empty._memory = tied._memory
-    return empty
+    empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
+    made = empty.as_subclass(TracedTensor)
+    made.sources, made._operation, made._place, made._changes = (name,), None, None, []
+    made._view, made._stand_in = empty, stand_in
+    made._memory = torch.UntypedStorage(1) if tied is None else tied._memory
+    return made
 
 
 def computed(
@@ -163,7 +167,7 @@ def computed(
 ) -> TracedTensor:
     """What a function makes of traced tensors in its arguments. It is not called before :func:`replay`."""
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
-    return _made(empty, _traced_in(args), _Operation(function, args, {}), None)
+    return _made(empty, _traced_in(args), _Operation(function, args, {}), None, None)
 
 
 def replay(
@@ -195,7 +199,11 @@ def replay(
 
 
 def _made(
-    result: torch.Tensor, operands: Sequence[TracedTensor], operation: _Operation, place: int | None
+    result: torch.Tensor,
+    operands: Sequence[TracedTensor],
+    operation: _Operation,
+    place: int | None,
+    view: torch.Tensor | None,
 ) -> TracedTensor:
     """A result of an operation on traced tensors, with what it is made of."""
     made = result.as_subclass(TracedTensor)
@@ -208,15 +216,27 @@ def _made(
     made._changes = viewed[0]._changes if viewed else [change for one in operands for change in one._changes]
     is_whole = bool(viewed) and viewed[0].numel() == result.numel()
     made._memory = viewed[0]._memory if is_whole else torch.UntypedStorage(1)  # parts do not count as tied
-    made._origin = None
-    origin, first = operands[0]._origin, operands[0]
-    if len(operands) > 1 or origin is None:
-        return made
-    if viewed:
-        made._origin = origin if result.dtype == first.dtype else None
-    elif operation.function.__name__ in _COPIES and first.is_contiguous() and result.shape == first.shape:
-        made._origin = Run(origin.source, origin.offset + first.storage_offset())
+    made._view = view
     return made
+
+
+def _view_of_source(operation: _Operation, operands: Sequence[TracedTensor], result: Any) -> Any:
+    """The result, or each of several, as a view of its only source; None if it is computed."""
+    of_operand = operands[0]._view
+    if len(operands) != 1 or of_operand is None:
+        return None
+    first, operand = result if isinstance(result, torch.Tensor) else result[0], operands[0]
+    if operation.function.__name__ in _COPIES and first.shape == operand.shape:
+        return of_operand
+    storage = first.untyped_storage()._cdata
+    if storage != operand.untyped_storage()._cdata or first.dtype != operand.dtype:
+        return None
+    if storage == of_operand.untyped_storage()._cdata:
+        return result
+    with suppress(RuntimeError):  # view() of what is not contiguous in the source
+        args, kwargs = tree_map(lambda one: of_operand if one is operand else one, (operation.args, operation.kwargs))
+        return operation.function(*args, **kwargs)
+    return None
 
 
 def _traced_in(value: Any) -> list[TracedTensor]:
