@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
-from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import LoraExporter, NestedLoraExporter
 from xhf_hooks.exporters.xtuner.llava import LlavaExporter
@@ -16,6 +16,8 @@ from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
 from xhf_hooks.registry import EXPORTERS
 
 __all__ = [
+    'Export',
+    'ExportRequest',
     'Exporter',
     'HuggingFaceExporter',
     'LlavaExporter',

@@ -48,7 +48,8 @@ class Loaded:
     Attributes:
         model: On the meta device. Of tensors that are given and that its config ties, transformers 4 makes one.
             transformers 5 does that only if their values are equal, so not here.
-        made: The model's tensors that were loaded, by each of their names. ``sources`` of one are the given names.
+        made: The model's tensors that were loaded, by each of their names. ``sources`` of one are the given names. Some
+            may have been changed in place since, by classes that initialise weights which they have loaded.
         problems: What transformers reports.
     """
 
@@ -108,8 +109,6 @@ def ask_load(
             restored = _tie_as_built(model, built, problems['missing'])
             problems['missing'] = [name for name in problems['missing'] if name not in restored]
     made = {name: tensor for name, tensor in module_tensors(model) if isinstance(tensor, TracedTensor)}
-    for tensor in made.values():
-        tensor.require_unchanged()
     return Loaded(model, made, problems)
 
 

@@ -75,7 +75,10 @@ def load_stored(kind: type[PreTrainedModel], config: PretrainedConfig, stored: M
     config = copy.deepcopy(config)
     if hasattr(config, 'quantization_config'):  # loading would make other classes of layers
         del config.quantization_config
-    return ask_load(kind, config, stored)
+    loaded = ask_load(kind, config, stored)
+    for tensor in loaded.made.values():
+        tensor.require_unchanged()
+    return loaded
 
 
 def tensors_made(loaded: Loaded, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

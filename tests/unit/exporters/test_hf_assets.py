@@ -224,7 +224,7 @@ def test_what_surrounds_the_exported_model(with_weights, tmp_path):
     before = {name: dict(vars(module)) for name, module in whole.named_modules()}
     exporter = planned(whole, 'BF16')
     entries = exporter.entries
-    found, _ = find_tokenizer(None, None, exporter)
+    found, _ = find_tokenizer(None, None, exporter, whole)
     assert found is words
     folder = tmp_path / 'found'
     folder.mkdir()

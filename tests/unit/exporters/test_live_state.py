@@ -125,10 +125,12 @@ def test_the_models_own_tokenizer_goes_before_a_recipe(llama):
     base = llm.config._name_or_path
     recipe = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=base)
     exporter = planned(model)
-    assert find_tokenizer(None, recipe, exporter) == find_tokenizer(None, None, exporter) == (tokenizer, [])
+    assert (
+        find_tokenizer(None, recipe, exporter, model) == find_tokenizer(None, None, exporter, model) == (tokenizer, [])
+    )
     other = transformers.AutoTokenizer.from_pretrained(base)
-    assert find_tokenizer(None, other, exporter)[0] is other  # of the run itself
-    assert len(find_tokenizer(base, recipe, exporter)[0]) == len(other)  # of the option
+    assert find_tokenizer(None, other, exporter, model)[0] is other  # of the run itself
+    assert len(find_tokenizer(base, recipe, exporter, model)[0]) == len(other)  # of the option
 
 
 def test_tokens_that_the_tokenizer_lacks(llama, tmp_path):
