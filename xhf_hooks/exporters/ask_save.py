@@ -13,6 +13,7 @@ import copy
 import inspect
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,8 @@ def _ask_once(save: Callable[..., object], trial: Any, options: Mapping[str, Any
         with contextlib.ExitStack() as stack:
             for setting in settings:
                 stack.enter_context(setting)
+            stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter('always')  # transformers takes warnings about a generation config for errors
             noted = stack.enter_context(_files_noted(trial, folder))
             save(trial, str(folder), **options)
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_below(folder)}
