@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -188,8 +190,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def inputs(self) -> str:
         """What saves depend on besides tensors, as text: the configs, and what the class's own save may write."""
         generation = getattr(self._model, 'generation_config', None)
-        fields = {} if not has_own_save(self._model) else vars(self._model)
-        own = {name: value for name, value in fields.items() if isinstance(value, (str, int, float, list, dict))}
+        own = _plain_attributes(self._model) if has_own_save(self._model) else {}
         return repr((self._model.config.to_dict(), None if generation is None else generation.to_dict(), own))
 
     def is_outdated(self, export: HuggingFaceExport) -> bool:
@@ -374,6 +375,15 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         # stays as it is. But newer peft sets the field to False when it merges an adapter, and so does this
         is_changed_by_peft = bool(self._adapters) and not is_tied
         return is_tied if is_tied != is_tied_in_reference or is_changed_by_peft else None
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, str]:
+    """The model's own attributes that JSON can hold, such as a counter that its ``save_pretrained`` writes."""
+    found = {}
+    for name in vars(model).keys() - vars(nn.Module()).keys():
+        with suppress(TypeError, ValueError):
+            found[name] = json.dumps(vars(model)[name], sort_keys=True)
+    return dict(sorted(found.items()))
 
 
 def _resized_rows(reference: PreTrainedModel, own: Mapping[str, TracedTensor]) -> int | None:

@@ -39,7 +39,9 @@ def find_prefix(
     """
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
     counts = _count_prefixes(own, stored) or _count_prefixes(own, [name_in_base(name) for name in stored])
-    counts = counts or _count_prefixes(names_in_files, stored)
+    of_files = _count_prefixes(names_in_files, stored)
+    if max(of_files.values(), default=0) > max(counts.values(), default=0):  # the names of an older version
+        counts = of_files
     if not counts:
         remedy = f'--base has to name the model that was trained{transformers_model.other_version_remedy([model])}'
         if any(map(is_of_adapter, stored)) and not hasattr(model, 'peft_config'):

@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.helpers.models.adapted import planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import build, small_config
@@ -80,6 +81,26 @@ def test_a_class_with_its_own_save(kind, tmp_path):
         elif path.suffix != '.json':
             assert found.read_bytes() == path.read_bytes()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+class Counts(transformers.LlamaForCausalLM):
+    """Writes what training has set on it."""
+
+    n_steps = 0
+
+    def save_pretrained(self, save_directory, **options):
+        super().save_pretrained(save_directory, **options)
+        Path(save_directory, 'steps.json').write_text(json.dumps(self.n_steps))
+
+
+def test_what_training_sets_is_asked_again(tmp_path):
+    exported = planned(Counts(small_config(*ZOO['llama'])))
+    model = exported.exporter._model
+    model.eval()
+    assert not exported.exporter.is_outdated(exported.export), 'each validation'
+    model.n_steps = 7
+    exported.write_hf_assets(tmp_path, None)
+    assert (tmp_path / 'steps.json').read_text() == '7'
 
 
 def test_a_class_that_cannot_generate_and_has_its_own_save(tmp_path):
