@@ -2,7 +2,7 @@
 
 CheckpointSource        the tensors in the files           names and shapes, no data
 MetaModel               the trained model                  on the meta device, no data
-Exporter.entries()      exported tensors and their names   the same exporters as the hook
+Exporter.export()      exported tensors and their names   the same exporters as the hook
 make_plan()             the place of each byte
 write_weights()         slices are read, cast and written  by several threads, a block each
 commit()                staging gets the final name

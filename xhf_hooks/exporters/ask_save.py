@@ -1,9 +1,10 @@
 """Asks ``save_pretrained`` of a trained model's class what it would write: which tensors into which file, and the rest.
 
 A copy of the model runs its own class's ``save_pretrained`` with traced tensors (:mod:`.traced`), which have names and
-shapes and no values. safetensors' ``save_file`` notes what it is given and writes nothing. So names, order, ties,
-conversions of fused weights, configs and custom code are those of the installed transformers and of the class itself,
-and neither sees a tensor or a hook of the live model.
+shapes and no values. A function in the place of safetensors' ``save_file`` notes its arguments and writes nothing. So
+names, order, ties, conversions of fused weights, configs and custom code are those of the installed transformers and of
+the class itself. The copy has no parameter or buffer of the live model, and no hook of an engine; it shares other
+attributes, but for configs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 WEIGHTS = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.index.json')
 GENERATION_CONFIG = 'generation_config.json'
 #: Attributes of a model that was loaded onto several devices, or split by tensor parallelism; the copy is whole.
-_OF_DEVICES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh')
+_DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh')
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class ModelTensor:
     """A tensor of the model to save.
 
     Attributes:
-        tied: Equal for tensors that are one, and that loading ties again.
+        tie_key: Equal for tensors that are one, and that loading ties again.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tied: object
+    tie_key: object
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class SaveAnswer:
         files: The content of all other files, by path.
         not_saved: Files that cannot be written: the content depends on values of tensors, or is weights of another
             format.
-        problem: Why a ``save_pretrained`` of the class's own was not asked; that of transformers was.
+        problem: Why a ``save_pretrained`` of the class's own failed; then the answer is that of transformers.
     """
 
     weights: Mapping[str, Mapping[str, TracedTensor]] = field(default_factory=dict)
@@ -100,10 +101,10 @@ def ask_save(
     """
     from transformers import PreTrainedModel
 
-    def trial(stand_in: ValueStandIn) -> Any:
+    def make_copy(stand_in: ValueStandIn) -> Any:
         made = _copied(model, tensors, stand_in)
         made.config = copy.deepcopy(config)
-        for name in _OF_DEVICES:
+        for name in _DEVICE_ATTRIBUTES:
             vars(made).pop(name, None)
         if generation is None:
             made.can_generate = lambda: False
@@ -116,11 +117,11 @@ def ask_save(
     kind, problem = model_class(model), None
     if has_own_save(model):
         try:
-            return _require_weights(kind, _ask(kind.save_pretrained, trial))
+            return _require_weights(kind, _ask(kind.save_pretrained, make_copy))
         except Exception as error:  # of any type, from the class
             problem = error_text(error)
     try:
-        found = _require_weights(kind, _ask(PreTrainedModel.save_pretrained, trial))
+        found = _require_weights(kind, _ask(PreTrainedModel.save_pretrained, make_copy))
     except Exception as error:  # of any type: conversions refuse in many ways
         raise ModelError(
             f'save_pretrained of {kind.__name__} failed with tensors without values: {error_text(error, 500)}'
@@ -128,70 +129,70 @@ def ask_save(
     return SaveAnswer(found.weights, found.files, found.not_saved, problem)
 
 
-def ask_save_around(whole: nn.Module, tensors: Mapping[str, ModelTensor], silent: Collection[str]) -> SaveAnswer:
+def ask_save_around(whole: nn.Module, tensors: Mapping[str, ModelTensor], skipped_paths: Collection[str]) -> SaveAnswer:
     """Ask the class of what surrounds a model of transformers, such as SentenceTransformer. Runs on: any rank.
 
     Args:
         whole: The trained model.
         tensors: All of its tensors by name.
-        silent: Paths of models in it that are saved otherwise; their ``save_pretrained`` does nothing.
+        skipped_paths: Paths of models in it that are saved separately; their ``save_pretrained`` does nothing.
 
     Raises:
         Exception: Anything, from ``save_pretrained`` of the class.
     """
 
-    def trial(stand_in: ValueStandIn) -> Any:
+    def make_copy(stand_in: ValueStandIn) -> Any:
         made = _copied(whole, tensors, stand_in)
         for path, module in made.named_modules():
-            if path in silent:
+            if path in skipped_paths:
                 module.save_pretrained = lambda *arguments, **options: None
         return made
 
     save = model_class(whole).save_pretrained
     known = inspect.signature(save).parameters
     options: dict[str, Any] = {'create_model_card': False}  # sentence-transformers' would describe the whole run
-    return _ask(save, trial, **{name: value for name, value in options.items() if name in known})
+    return _ask(save, make_copy, **{name: value for name, value in options.items() if name in known})
 
 
-def _ask(save: Callable[..., object], trial: Callable[[ValueStandIn], Any], **options: Any) -> SaveAnswer:
+def _ask(save: Callable[..., object], make_copy: Callable[[ValueStandIn], Any], **options: Any) -> SaveAnswer:
     """Ask once; where the code reads values of tensors, once more with other values."""
     one = ValueStandIn(1)
-    found = _ask_once(save, trial(one), options)
+    found = _ask_once(save, make_copy(one), options)
     if not one.was_read:
         return found
-    again = _ask_once(save, trial(ValueStandIn(2)), options)
+    again = _ask_once(save, make_copy(ValueStandIn(2)), options)
     files = {name: data for name, data in found.files.items() if again.files.get(name) == data}
     differing = sorted((found.files.keys() | again.files.keys()) - files.keys())
     return SaveAnswer(found.weights, files, (*found.not_saved, *differing))
 
 
-def _ask_once(save: Callable[..., object], trial: Any, options: Mapping[str, Any]) -> SaveAnswer:
+def _ask_once(save: Callable[..., object], model_copy: Any, options: Mapping[str, Any]) -> SaveAnswer:
     from transformers import modeling_utils
 
     with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as temporary:
         folder = Path(temporary).resolve()
-        # transformers looks for wrappers, which the copy has none of, and imports DeepSpeed for it: seconds, if it can
+        # transformers looks for wrappers, of which the copy has none, and imports DeepSpeed for that: it takes seconds
         unwrapping = replaced_in_this_thread(modeling_utils, {'unwrap_model': lambda model, **options: model})
         settings = (quiet(), without_zero_init(), preserved_random_state(), as_the_only_process(), unwrapping)
         with contextlib.ExitStack() as stack:
             for setting in settings:
                 stack.enter_context(setting)
             stack.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter('always')  # transformers takes warnings about a generation config for errors
-            noted = stack.enter_context(_files_noted(trial, folder))
-            save(trial, str(folder), **options)
+            warnings.simplefilter('always')  # transformers treats warnings about a generation config as errors
+            noted = stack.enter_context(_files_noted(model_copy, folder))
+            save(model_copy, str(folder), **options)
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_below(folder)}
     weights = {name: given for name, given in noted.items() if name.endswith(WEIGHTS_SUFFIX) and _is_traced(given)}
     written = {name: data for name, data in files.items() if not name.endswith(WEIGHTS)}
     lost = [name for name in (*noted, *files) if name not in weights and name not in written]
     return SaveAnswer(
-        _as_sets(weights),
+        _merge_shards(weights),
         written,
         tuple(sorted(name for name in lost if not name.endswith(INDEX_SUFFIX))),  # a save writes its own index
     )
 
 
-def _as_sets(weights: Mapping[str, Mapping[str, TracedTensor]]) -> dict[str, Mapping[str, TracedTensor]]:
+def _merge_shards(weights: Mapping[str, Mapping[str, TracedTensor]]) -> dict[str, Mapping[str, TracedTensor]]:
     """The files of weights, where those into which a model was split are one again."""
     found: dict[str, dict[str, TracedTensor]] = {}
     for name, tensors in weights.items():
@@ -221,16 +222,18 @@ def _copied(model: nn.Module, tensors: Mapping[str, ModelTensor], stand_in: Valu
         one = tensors.get(name)
         if one is None:  # a buffer that is in no state dict
             return torch.empty(live.shape, dtype=live.dtype, device='meta')
-        if one.tied not in made:
-            made[one.tied] = traced(name, one.shape, one.dtype, stand_in)
-            made[one.tied]._is_param = isinstance(live, nn.Parameter)  # what nn.Parameter sets on a subclass of Tensor
-        return made[one.tied]
+        if one.tie_key not in made:
+            made[one.tie_key] = traced(name, one.shape, one.dtype, stand_in)
+            made[one.tie_key]._is_param = isinstance(
+                live, nn.Parameter
+            )  # what nn.Parameter sets on a subclass of Tensor
+        return made[one.tie_key]
 
     def name_tensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for name in state:
             one = tensors.get(name)
             if one is not None and isinstance(state[name], torch.Tensor):
-                tied = made.get(one.tied)  # none for an extra state
+                tied = made.get(one.tie_key)  # none for an extra state
                 state[name] = traced(name, one.shape, one.dtype, stand_in, tied)
 
     found = copy_modules(model, tensor_of)
@@ -245,8 +248,8 @@ def _is_of_quantizer(conversion: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _files_noted(trial: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
-    """Inside, functions that write weights of the trial into the folder note, by path, what they are given.
+def _files_noted(model_copy: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
+    """Inside, functions that write weights of the copy into the folder note, by path, what they are given.
 
     They are replaced in the modules that define its classes, where ``from safetensors.torch import save_file`` has put
     them, and called as they are for anything else, such as a save by another thread.
@@ -271,7 +274,7 @@ def _files_noted(trial: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
     def note_pickle(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         return note(save, obj, f, args, kwargs)
 
-    kinds = {kind for module in trial.modules() for kind in type(module).__mro__}
+    kinds = {kind for module in model_copy.modules() for kind in type(module).__mro__}
     names = {kind.__module__ for kind in kinds} | {'safetensors.torch', 'torch'}
     scopes = [vars(sys.modules[name]) for name in names if name in sys.modules]
     functions = {id(save_file): note_safetensors, id(save): note_pickle}

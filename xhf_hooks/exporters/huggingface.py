@@ -66,20 +66,20 @@ class HuggingFaceExport(Export):
     """What is written of a model of transformers.
 
     Attributes:
-        reference: The model that ``from_pretrained`` will build of the config, on the meta device.
+        reference: The model that ``from_pretrained`` will build from the config, on the meta device.
         config: The config to write: the live model's, where it does not contradict the weights.
         own: The tensors of the exported model by each of their names in it, made of tensors of the source.
         answer: What ``save_pretrained`` of its class writes.
         not_written: The names of ``own`` that are not in the files, since they are tied to others or the class leaves
             them out.
-        never_written: Those of them that are tied to none that is written.
+        not_written_or_tied: Of these, the names that the class leaves out: no tensor that is tied to them is written.
         copied: Names in the files of what is copied from the base.
-        around: What surrounds the exported model.
+        surroundings: What is saved around the exported model.
         arguments: Keyword arguments of its class, besides its config.
-        without_arguments: What they change.
+        differences_without_arguments: How the model differs from what the class builds without them.
         base_model: The base.
-        inputs: What it was made from (:meth:`HuggingFaceExporter.inputs`).
-        warnings: For the log.
+        fingerprint: Of what it was made from (:meth:`HuggingFaceExporter.fingerprint`).
+        generation_warnings: About the generation config.
     """
 
     reference: PreTrainedModel
@@ -87,20 +87,20 @@ class HuggingFaceExport(Export):
     own: Mapping[str, TracedTensor]
     answer: SaveAnswer
     not_written: frozenset[str]
-    never_written: frozenset[str]
+    not_written_or_tied: frozenset[str]
     copied: frozenset[str]
-    around: Surroundings
+    surroundings: Surroundings
     arguments: Mapping[str, Any]
-    without_arguments: Problems
+    differences_without_arguments: Problems
     base_model: LocatedBase
-    inputs: str
-    warnings: tuple[str, ...] = ()
+    fingerprint: str
+    generation_warnings: tuple[str, ...] = ()
 
     @cached_property
     def warnings_of_missing(self) -> list[str]:
         """Warnings about what the base has, and the save lacks. Reading the headers of a large base takes a second."""
         names = [entry.hf_name for entry in self.entries]
-        told = self.without_arguments.get('missing', ())
+        told = self.differences_without_arguments.get('missing', ())
         return warn_of_missing([*self.own], names, self.reference, self.base_model, told)
 
 
@@ -110,13 +110,13 @@ class Built:
 
     Attributes:
         arguments: Of the class, besides the config.
-        without_arguments: How the trained model differs from what the class builds without them.
+        differences_without_arguments: How the trained model differs from what the class builds without them.
     """
 
     config: PretrainedConfig
     reference: PreTrainedModel
     arguments: Mapping[str, Any]
-    without_arguments: Problems
+    differences_without_arguments: Problems
 
 
 @EXPORTERS.register_module()
@@ -131,7 +131,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         adapters: PeftModels to merge, by path in the exported model; '' for the one around it.
 
     Raises:
-        ModelError: There is not exactly one such model, or ``module`` is not one.
+        ModelError: There is no such model, or several without an ``llm`` among them; ``module`` is none; or it is
+            quantized.
     """
 
     writes_whole_model = True
@@ -147,7 +148,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
 
     def export(self, request: ExportRequest) -> HuggingFaceExport:
         hf_assets.require_json(self._model)
-        inputs = self.inputs()
+        fingerprint = self.fingerprint()
         base = base_dtypes(self.base_model) if request.dtype == AS_IN_BASE else None
         dtype = request.dtype if base is None else base.of_model
         own, replaced = self.own_tensors(request.specs)
@@ -162,39 +163,41 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         copied = []
         if request.carry_base is not None:
             copied = entries_to_copy([entry.hf_name for entry in entries], built.reference, self.base_model)
-        read = {name for entry in entries for name in entry.reads}
-        around = ask_surroundings(request, self._path, read)
-        read.update(name for entry in around.entries for name in entry.reads)
-        written = {name for tensors in answer.weights.values() for one in tensors.values() for name in one.sources}
-        tied_to_written = {id(own[name]) for name in written}
+        read_names = {name for entry in entries for name in entry.reads}
+        surroundings = ask_surroundings(request, self._path, read_names)
+        read_names.update(name for entry in surroundings.entries for name in entry.reads)
+        written_names = {
+            name for tensors in answer.weights.values() for one in tensors.values() for name in one.sources
+        }
+        written_tensors = {id(own[name]) for name in written_names}
         return HuggingFaceExport(
-            entries=(*entries, *copied, *around.entries),
-            left_out=tuple(spec.name for spec in request.specs if spec.name not in read),
+            entries=(*entries, *copied, *surroundings.entries),
+            left_out=tuple(spec.name for spec in request.specs if spec.name not in read_names),
             combine_nbytes=combine_nbytes,
             n_parameters=built.reference.num_parameters() if _writes_n_parameters() else None,
             reference=built.reference,
             config=built.config,
             own=own,
             answer=answer,
-            not_written=frozenset(own) - written,
-            never_written=frozenset(name for name, one in own.items() if id(one) not in tied_to_written),
+            not_written=frozenset(own) - written_names,
+            not_written_or_tied=frozenset(name for name, one in own.items() if id(one) not in written_tensors),
             copied=frozenset(entry.hf_name for entry in copied),
-            around=around,
+            surroundings=surroundings,
             arguments=built.arguments,
-            without_arguments=built.without_arguments,
+            differences_without_arguments=built.differences_without_arguments,
             base_model=self.base_model,
-            inputs=inputs,
-            warnings=tuple(warnings),
+            fingerprint=fingerprint,
+            generation_warnings=tuple(warnings),
         )
 
-    def inputs(self) -> str:
+    def fingerprint(self) -> str:
         """What saves depend on besides tensors, as text: the configs, and what the class's own save may write."""
         generation = getattr(self._model, 'generation_config', None)
         own = _plain_attributes(self._model) if has_own_save(self._model) else {}
         return repr((self._model.config.to_dict(), None if generation is None else generation.to_dict(), own))
 
     def is_outdated(self, export: HuggingFaceExport) -> bool:
-        return export.inputs != self.inputs()
+        return export.fingerprint != self.fingerprint()
 
     def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
         """The exported model's tensors by each of their names in it, in the order of its state dict.
@@ -216,7 +219,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         return {name: merged.get(spec.name, sources[spec.name]) for name, spec in own.items()}, set(merged)
 
     def _build(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Built:
-        """Build the reference, and correct the config where it contradicts the weights; then build it once more."""
+        """Build the reference; if it differs, correct the config or find arguments of the class, and build again."""
         config = self.written_config(own, request)
         reference = self.build_reference(config, own)
         rows = _resized_rows(reference, own)
@@ -250,10 +253,10 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         require_none(problems, what)
 
     def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:
-        """The config to write, but for what contradicts the weights.
+        """The config to write, not yet corrected where it contradicts the weights.
 
         Args:
-            request: Its ``dtype`` is that of the config.
+            request: Its ``dtype`` is resolved: never AS_IN_BASE.
         """
         # config.json has the dtype of the first float tensor. With adapters that may be peft's trained copy of a module
         # (`modules_to_save`), not the model's own first parameter, whose dtype `model.dtype` is
@@ -285,7 +288,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         for name, one in own.items():
             shape, trained = one.description
             written = cast if cast is not None and trained.is_floating_point else trained
-            # Where the model ties what its config does not, each name is written, since loading will not tie them
+            # Tied only if both the trained model and the reference tie them: else loading would not, and each name is
+            # written. Each float has the dtype of config.json here; _cast() knows the exceptions
             tensors[name] = ModelTensor(shape, written, (id(one), in_reference.get(name)))
         model = self.model_to_ask(built.reference)
         return hf_assets.ask_with_generation_config(model, self._model, tensors, built.config, self.base_model)
@@ -333,7 +337,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             known = [name for name in names if name in export.own]
             if len({id(export.own[name]) for name in known}) > 1:
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
-            elif known and export.not_written.issuperset(known) and not export.never_written.issuperset(known):
+            elif known and export.not_written.issuperset(known) and not export.not_written_or_tied.issuperset(known):
                 # None of its names is in the files, and loading ties it to no tensor that is
                 problems.setdefault('not tied to what is saved', []).append(known[0])
         if problems.get('tied, but trained apart'):
@@ -357,16 +361,16 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         rows = max((weight.shape[0] for weight in token_embeddings(export.reference)), default=None)
         head = output_embedding(export.reference)
         warnings = hf_assets.compare_vocabulary(tokenizer, rows, None if head is None else head.shape[0], self)
-        warnings += warn_of_arguments(model_class(self._model), export.arguments, export.without_arguments)
-        warnings += export.warnings
+        warnings += warn_of_arguments(model_class(self._model), export.arguments, export.differences_without_arguments)
+        warnings += export.generation_warnings
         model = self.model_to_ask(export.reference)
         warnings += hf_assets.write(
             folder, model, export.config, export.answer, tokenizer, eos_token_ids, self.base_model
         )
-        return warnings + export.warnings_of_missing + export.around.write(folder, self._path)
+        return warnings + export.warnings_of_missing + export.surroundings.write(folder, self._path)
 
     def _misdescribed_tie(self, reference: PreTrainedModel, own: Mapping[str, TracedTensor]) -> bool | None:
-        """Whether input and output embeddings are one tensor, if the config says otherwise; None if it is right."""
+        """Whether input and output embeddings are one tensor, if the config has to say so; None if it may stay."""
         ties = are_embeddings_tied(reference, own)
         if ties is None:
             return None

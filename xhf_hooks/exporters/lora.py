@@ -98,13 +98,13 @@ class AdapterExport(Export):
         embedding_rows: Rows of the input embedding of the adapted model; None if it has none.
         head_rows: Rows of its language-modelling head.
         saves_embeddings: Whether the adapter's files have the embeddings.
-        around: What surrounds the adapted model.
+        surroundings: What is saved around the adapted model.
     """
 
     embedding_rows: int | None
     head_rows: int | None
     saves_embeddings: bool
-    around: Surroundings
+    surroundings: Surroundings
 
 
 class AdapterExporter(Exporter[AdapterExport]):
@@ -145,16 +145,16 @@ class AdapterExporter(Exporter[AdapterExport]):
                 f'{counted(len(lost), "trained tensor")} outside of the adapter would be lost: {sorted(lost)[:5]}. '
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
-        around = ask_surroundings(request, self._path, read)
-        read.update(name for entry in around.entries for name in entry.reads)
+        surroundings = ask_surroundings(request, self._path, read)
+        read.update(name for entry in surroundings.entries for name in entry.reads)
         return AdapterExport(
-            entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *around.entries),
+            entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *surroundings.entries),
             left_out=tuple(spec.name for spec in specs if spec.name not in read),
             adapter_base_tensors=frozenset(spec.name for spec in own.values()),
             embedding_rows=max((rows[key] for key in embeddings if key in rows), default=None),
             head_rows=rows.get(id(output_embedding(self._model))),
             saves_embeddings=not embeddings.isdisjoint(saved),
-            around=around,
+            surroundings=surroundings,
         )
 
     def _saved_by_peft(self, adapter: str, by_path: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -187,7 +187,7 @@ class AdapterExporter(Exporter[AdapterExport]):
     def check_loading(self, export: AdapterExport, placements: Sequence[Placement]) -> list[str]:
         try:
             base = self._build_base()
-            own = [one for one in placements if one.file not in export.around.weight_files]
+            own = [one for one in placements if one.file not in export.surroundings.weight_files]
             problems = load_empty_adapter(base, self._config, own)
         except Exception as error:  # of any type, from custom code
             return [loading_not_checked(model_class(self._model), error)]
@@ -229,7 +229,7 @@ class AdapterExporter(Exporter[AdapterExport]):
             warnings.append(
                 'adapter_config.json has no base_model_name_or_path: the model was not loaded from a folder or hub name'
             )
-        return warnings + export.around.write(folder, self._path)
+        return warnings + export.surroundings.write(folder, self._path)
 
 
 def _warn_of_edited_base(config: PeftConfig) -> list[str]:

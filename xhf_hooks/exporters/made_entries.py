@@ -1,4 +1,8 @@
-"""Entries of traced tensors: which tensors of the source each output is made of, and how."""
+"""Entries of traced tensors: which tensors of the source each output is made of, and how.
+
+Two steps lead from a file to the source: name in the file -> name in the model (what ``save_pretrained`` does), name in
+the model -> name in the source (what the exporter does: a merged adapter, a resized embedding).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ _FP32_NBYTES = 4  # computed in fp32; the cast overlaps the previous write
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class CombineByReplay:
     """Makes outputs of gathered tensors: the ``combine`` of their entries. Runs on: the rank that writes.
 
     Attributes:
-        outputs: Traced tensors by name in the file. Their sources are names in the model.
+        outputs: Traced tensors by name in the file. Their sources are names in the model. :func:`entries_of` fills it.
         own: The model's tensors by name, made of tensors of the source.
     """
 
@@ -44,7 +48,9 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
     order = {name: number for number, name in enumerate(own)}
     entries = []
     for file, tensors in weights.items():
-        combines: dict[tuple[str, ...], Replay] = {}  # outputs that are made of the same tensors are made together
+        combines: dict[
+            tuple[str, ...], CombineByReplay
+        ] = {}  # outputs that are made of the same tensors are made together
         for hf_name, tensor in tensors.items():
             shape, dtype = tensor.description
             made_of = [own[name] for name in sorted(tensor.sources, key=order.__getitem__)]
@@ -53,7 +59,7 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
             offset = _offset(tensor, own) if len(reads) == 1 else None
             is_unchanged = offset == 0 and made_of[0].is_source and made_of[0].description[0] == shape
             if not is_unchanged:
-                combine = combines.setdefault(reads, Replay({}, own))
+                combine = combines.setdefault(reads, CombineByReplay({}, own))
                 combine.outputs[hf_name] = tensor
                 entry = replace(entry, combine=combine, source_offset=offset)
             entries.append(entry)
@@ -61,7 +67,7 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
 
 
 def _offset(tensor: TracedTensor, own: Mapping[str, TracedTensor]) -> int | None:
-    """The first element, in the only source, of an output that has consecutive elements of it; None for another."""
+    """The offset of a contiguous output in its only source; None for another output."""
     run = tensor.run
     of_own = None if run is None else own[run.source].run
     return None if run is None or of_own is None else of_own.offset + run.offset
@@ -76,7 +82,7 @@ def _file_set(file: str) -> FileSet:
 
 
 def computing_nbytes(entries: Sequence[ExportEntry], computed: Collection[str]) -> int:
-    """Most memory for outputs that are made together of computed tensors: some are cut out of them as copies.
+    """Peak memory for outputs that are computed together: some are cut out of computed tensors as copies.
 
     Args:
         computed: Names of the source tensors in whose place something is computed, such as a merged weight.

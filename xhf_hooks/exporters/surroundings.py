@@ -81,11 +81,11 @@ def warn_of_not_saved(files: Collection[str]) -> list[str]:
 def ask_surroundings(request: ExportRequest, path: str, read: Collection[str]) -> Surroundings:
     """What is saved around the exported model. Runs on: all ranks.
 
-    That is what ``whole.save_pretrained`` writes. What is trained, and in none of its files, is in
+    That is what ``whole.save_pretrained`` writes. Trained tensors in none of its files are left to
     :mod:`.other_modules`.
 
     Args:
-        path: That of the exported model in the trained one.
+        path: The path of the exported model in the trained one.
         read: Names of the tensors that the exported model is made of.
     """
     whole, specs = request.whole, request.specs

@@ -26,7 +26,7 @@ _GET_DEVICE = torch.Tensor.device.__get__
 
 
 class ChangedInPlaceError(RuntimeError):
-    """Asked for is a traced tensor that was changed in place, or is made of one; such changes are not recorded.
+    """A traced tensor was used after a change in place of it, or of what it is made of; such changes are not recorded.
 
     Others may be changed: transformers 5 initialises what a parametrization computes of weights that it has loaded.
     """
@@ -79,7 +79,7 @@ class TracedTensor(torch.Tensor):
     _view: torch.Tensor | None
     _stand_in: ValueStandIn | None
     _changes: list[str]  # the functions that have changed it in place; shared by those with the same elements
-    _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device has not
+    _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device does not have
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,8 +151,8 @@ def traced(
     """A source with this name.
 
     Args:
-        stand_in: What code gets that reads values; None: reading raises.
-        tied: Another source that seems to have the same memory.
+        stand_in: What code that reads values gets; None: reading raises.
+        tied: Another source, whose memory it appears to share.
     """
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
     made = empty.as_subclass(TracedTensor)

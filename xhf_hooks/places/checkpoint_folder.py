@@ -45,7 +45,7 @@ from xhf_hooks.places.background_deletion import free_nbytes
 from xhf_hooks.places.file_system import fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
-from xhf_hooks.places.replacement import replace_by_deleting, replace_folder, require_replaceable
+from xhf_hooks.places.replacement import is_of_image, replace_by_deleting, replace_folder, require_replaceable
 from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.sibling_folders import SiblingFolders
 from xhf_hooks.planning.plan import WrittenSave
@@ -147,6 +147,11 @@ class CheckpointFolder:
         self._take_lock()
         try:
             require_replaceable(self.path, self.elsewhere)
+            if is_of_image(self.path):
+                self._warn(
+                    f'{self.path} cannot be renamed: it is in a lower layer of an overlay file system (of the image of '
+                    f'a container). The first save will delete it, and get its name after that'
+                )
             self._require_ours()
             self._refuse_bases(bases)
             self.recover()

@@ -114,6 +114,38 @@ def _try_replacing(path: Path) -> None:
                 folder.rmdir()
 
 
+def is_of_image(path: Path) -> bool:
+    """Whether the folder at a path cannot be renamed, since a lower layer of an overlay file system has it.
+
+    It is asked to take the name of a folder that holds something, which overlayfs refuses for one reason or the other
+    (fs/overlayfs/dir.c, ovl_rename). Only overlayfs is asked: a file system in user space might merge the two folders.
+    """
+    if look_up(path) is None or not _is_on_overlay(path.parent):
+        return False
+    occupied = new_name(path, 'staging')
+    try:
+        occupied.mkdir()
+        (occupied / 'occupied').touch()
+        os.rename(path, occupied)
+    except OSError as error:
+        return error.errno == errno.EXDEV
+    finally:
+        with contextlib.suppress(OSError):
+            (occupied / 'occupied').unlink()
+            occupied.rmdir()
+    return False
+
+
+def _is_on_overlay(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        device = os.stat(folder).st_dev
+        for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
+            mounted, _, kind = line.partition(' - ')
+            if mounted.split()[2] == f'{os.major(device)}:{os.minor(device)}':
+                return kind.split()[0] == 'overlay'
+    return False
+
+
 def _is_mount_point(path: Path) -> bool:
     """Whether something is mounted at a path, which no call can rename then."""
     if os.path.ismount(path):

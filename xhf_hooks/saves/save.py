@@ -1,7 +1,7 @@
 """The whole flow of a save, on one page.
 
 Source.specs()      the tensors of the model          names and full shapes, no data
-Exporter.entries()  the exported tensors              and their names
+Exporter.export()  the exported tensors              and their names
 make_plan()         the place of each byte            digest compared across ranks
 require_equal()     checksums of replicas             compared across ranks: one model, not several
 live_chunks()       ranks write their own slices      with writer='positional', where possible

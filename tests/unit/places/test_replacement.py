@@ -106,9 +106,19 @@ def test_a_save_of_an_image_is_replaced(image, said, max_keep):
     (parent / 'hf_model' / 'adapter' / 'eval.json').write_text('mine')
     folder = CheckpointFolder(parent / 'hf_model', max_keep, warn=said.append)
     folder.prepare()
+    assert said == [
+        f'{folder.path} cannot be renamed: it is in a lower layer of an overlay file system (of the image of a '
+        f'container). The first save will delete it, and get its name after that'
+    ]
+    assert hidden(parent) == {'.hf_model.lock'}, 'the question leaves nothing'
+    said.clear()
     for number in (3, 4):
         commit_one(folder, number)
     folder.unlock()
+    again = CheckpointFolder(folder.path, max_keep, warn=said.append)
+    again.prepare()
+    again.unlock()
+    assert 'cannot be renamed' not in str(said[2:]), 'that save is of the upper layer'
     assert (parent / 'hf_model_others_iter_2' / 'adapter' / 'eval.json').read_text() == 'mine'
     shutil.rmtree(parent / 'hf_model_others_iter_2')
     older = {'hf_model_iter_3': 3} if max_keep == 2 else {}
