@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 #: How the names of files with weights end.
 WEIGHTS = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.index.json')
 GENERATION_CONFIG = 'generation_config.json'
-#: Attributes of a model that was loaded onto several devices, or split by tensor parallelism; the copy is whole.
-_DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh')
+#: Attributes of a model and a config that was loaded onto several devices, or split over ranks; the copy is whole.
+_DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh', 'distributed_config')
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def ask_save(
         made.config = copy.deepcopy(config)
         for name in _DEVICE_ATTRIBUTES:
             vars(made).pop(name, None)
+            vars(made.config).pop(name, None)
         if generation is None:
             made.can_generate = lambda: False
         else:

@@ -22,6 +22,8 @@ _READS_VALUES = frozenset(('equal', 'is_nonzero', 'item', 'numpy', 'tolist')) | 
     f'__{name}__' for name in ('array', 'bool', 'complex', 'float', 'format', 'index', 'int', 'repr')
 }
 _MAX_VALUES = 10**6
+#: Operations that move a tensor, which one on the meta device cannot do.
+_MOVES = frozenset(('cpu', 'cuda', 'to'))
 _GET_DEVICE = torch.Tensor.device.__get__
 
 
@@ -91,6 +93,8 @@ class TracedTensor(torch.Tensor):
             return args[0]._memory
         if name == '__get__' and func == _GET_DEVICE and args[0]._stand_in is not None:
             return torch.device('cpu')  # versions of transformers look for offloaded tensors on the meta device
+        if name in _MOVES:
+            func, args, kwargs = _without_device(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if name == '__get__' and not isinstance(result := func(*args), torch.Tensor):
                 return result  # such as the shape, which is asked for often
@@ -247,6 +251,18 @@ def _traced_in(value: Any) -> list[TracedTensor]:
     elif not isinstance(value, (list, tuple)):
         return []
     return [tensor for item in value for tensor in _traced_in(item)]
+
+
+def _without_device(args: Any, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """The same call without a move to another device: a cast, or nothing."""
+    given = [*args[1:], *kwargs.values()]
+    dtypes = [
+        one.description[1] if isinstance(one, TracedTensor) else one.dtype
+        for one in given
+        if isinstance(one, torch.Tensor)
+    ]
+    dtypes += [one for one in given if isinstance(one, torch.dtype)]
+    return (torch.Tensor.to, (args[0], dtypes[0]), {}) if dtypes else (torch.Tensor.detach, (args[0],), {})
 
 
 def _with_values(value: Any) -> Any:

@@ -50,7 +50,7 @@ class InHalf(transformers.LlamaForCausalLM):
     """Writes 16 bits, and one weight under a second name, transposed."""
 
     def save_pretrained(self, save_directory, **options):
-        state = {name: tensor.half() for name, tensor in self.state_dict().items()}
+        state = {name: tensor.cpu().to('cpu', torch.float16) for name, tensor in self.state_dict().items()}
         super().save_pretrained(save_directory, state_dict=state)
         extra = {'transposed': self.model.norm.weight[None].t().contiguous(), 'sum': self.lm_head.weight.sum(0)}
         save_file(extra, Path(save_directory, 'extra.safetensors'))
