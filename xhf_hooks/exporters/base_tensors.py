@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters.ask_load import ask_load
+from xhf_hooks.exporters.loading_check import as_if_alone
+from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.format.index import weight_files
 from xhf_hooks.format.safetensors import read_header
 from xhf_hooks.format.text import counted, some
@@ -46,7 +51,7 @@ def entries_to_copy(written: Sequence[str], reference: PreTrainedModel, base_mod
         problem = f'{named} stores tensors under other names than a save: it has no {some(lacking)}'
     if problem is not None:
         raise OptionError('carry_base', f'None, since {problem}', 'all')
-    return _without_modules(in_base, written, reference)
+    return _not_ignored(in_base, _without_modules(in_base, written, reference), reference)
 
 
 def _entries_in(base_model: LocatedBase) -> list[ExportEntry]:
@@ -71,6 +76,49 @@ def _without_modules(
     return [one for one in in_base if one.hf_name not in names and one.hf_name.rpartition('.')[0] not in known]
 
 
+def _not_ignored(
+    in_base: Sequence[ExportEntry], found: Sequence[ExportEntry], reference: PreTrainedModel
+) -> list[ExportEntry]:
+    """Those of the found tensors that ``from_pretrained`` reports as unexpected, and layers for multi-token prediction.
+
+    It is silent about buffers of older versions, such as Llama's ``inv_freq``, and about what the class lists as
+    ignored. Some classes list layers for multi-token prediction, which servers read.
+    """
+    if not found:
+        return []
+    try:
+        loaded = ask_load(type(reference), reference.config, {one.hf_name: one for one in in_base})
+    except Exception:  # of any type, from custom code, or a dtype that torch lacks
+        return [*found]
+    unexpected = set(loaded.problems['unexpected'])
+    # transformers 5 reports the names in memory, which may differ from those in the files
+    renamed = {name.rpartition('.')[2] for name in unexpected - {one.hf_name for one in in_base}}
+    layer = _layer_beyond(reference.config.to_dict())
+    return [
+        one
+        for one in found
+        if one.hf_name in unexpected
+        or one.hf_name.rpartition('.')[2] in renamed
+        or _MTP_TENSOR.search(one.hf_name)
+        or layer in f'.{one.hf_name}'
+    ]
+
+
+def _of_other_heads(names: Iterable[str], reference: PreTrainedModel) -> set[str]:
+    """The tensors for which another class of the same config has modules, as BertForPreTraining has for BERT's pooler.
+
+    They are heads that the trained class does without, and no server reads them with it.
+    """
+    kind = type(reference)
+    left, heads = {name for name in names if not _MTP_TENSOR.search(name)}, set()
+    with as_if_alone():
+        for _, other in inspect.getmembers(inspect.getmodule(kind), inspect.isclass) if left else ():
+            if other is not kind and getattr(other, 'config_class', None) is kind.config_class:
+                with suppress(Exception):  # of any type: a class of another part, or one that wants more than a config
+                    heads |= {name for name, _ in build_on_meta(other, reference.config).named_parameters()}
+    return left & heads
+
+
 def warn_of_missing(
     names: Sequence[str],
     written: Sequence[str],
@@ -93,13 +141,16 @@ def warn_of_missing(
     in_base = _entries_in(base_model)
     if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
         return []
-    missing = [one for one in _without_modules(in_base, written, reference) if one.hf_name not in already_told]
+    found = [one for one in _without_modules(in_base, written, reference) if one.hf_name not in already_told]
+    missing = [one.hf_name for one in _not_ignored(in_base, found, reference)]
+    of_heads = _of_other_heads(missing, reference)
+    missing = [name for name in missing if name not in of_heads]
     if not missing:
         return []
     return [
-        f'{counted(len(missing), "tensor")} of the base model {base_model.name!r} are not in the save, since '
-        f'{type(reference).__name__} of transformers has no modules for them: '
-        f"{some([one.hf_name for one in missing])}; readers that use them need carry_base='all', which copies them"
+        f'the save lacks {counted(len(missing), "tensor")} of the base model {base_model.name!r}, for which '
+        f'{type(reference).__name__} of transformers has no modules: {some(missing)}; readers that use them need '
+        f"carry_base='all', which copies them"
     ]
 
 
@@ -108,7 +159,7 @@ def _missing_mtp_layers(names: Iterable[str], base_model: LocatedBase) -> list[s
     base = base_model.read_json('config.json')
     fields = {**base, **base.get('text_config', {})}
     announced = [name for name, value in fields.items() if _MTP_FIELD.search(name) and type(value) is int and value]
-    layer = f'.layers.{fields.get("num_hidden_layers")}.'
+    layer = _layer_beyond(base)
     if not announced or any(_MTP_TENSOR.search(name) or layer in f'.{name}' for name in names):
         return []
     name, value = announced[0], fields[announced[0]]
@@ -117,3 +168,9 @@ def _missing_mtp_layers(names: Iterable[str], base_model: LocatedBase) -> list[s
         f'so none are saved: servers that use them cannot load the folder unless {name} is set to 0, or the layers are '
         f"copied from the base, with carry_base='all'"
     ]
+
+
+def _layer_beyond(config: Mapping[str, Any]) -> str:
+    """Part of the name of the layer after the last one of the text model, which may be for multi-token prediction."""
+    fields = {**config, **(config.get('text_config') or {})}
+    return f'.layers.{fields.get("num_hidden_layers")}.'

@@ -98,7 +98,10 @@ class HuggingFaceExport(Export):
 
     @cached_property
     def warnings_of_missing(self) -> list[str]:
-        """Warnings about what the base has, and the save lacks. Reading the headers of a large base takes a second."""
+        """Warnings about what the base has, and the save lacks. Reading the headers of a large base takes a second.
+
+        Runs on: the thread that trains, at first, since it may ask ``from_pretrained``.
+        """
         names = [entry.hf_name for entry in self.entries]
         told = self.differences_without_arguments.get('missing', ())
         return warn_of_missing([*self.own], names, self.reference, self.base_model, told)
@@ -320,6 +323,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         return result
 
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
+        export.warnings_of_missing  # noqa: B018  # found here, before a save in the background asks for them
         kind = self._class_that_loads(export.reference)
         other_sets = {entry.file_set for entry in export.entries} - {FileSet()}
         other_files = {one.path(one.stem + WEIGHTS_SUFFIX) for one in other_sets}

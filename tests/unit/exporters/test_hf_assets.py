@@ -46,6 +46,8 @@ from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.base import ExportRequest
+from xhf_hooks.sources import source_for
 
 
 def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
@@ -321,10 +323,60 @@ def test_tensors_of_the_base_that_the_class_does_not_have(tmp_path):
     save_file({**tensors, **more}, path, {'format': 'pt'})
     (warning,) = written(tmp_path / 'found', model)
     assert warning == (
-        f"1 tensor of the base model '{tmp_path}/base' are not in the save, since LlamaForCausalLM of transformers has "
-        f'no modules for them: model.mtp_layers.0.proj.weight; readers that use them need '
-        f"carry_base='all', which copies them"
+        f"the save lacks 1 tensor of the base model '{tmp_path}/base', for which LlamaForCausalLM of transformers has "
+        f"no modules: model.mtp_layers.0.proj.weight; readers that use them need carry_base='all', which copies them"
     )
+
+
+def relative_position_index(tensors):
+    tables = [name for name in tensors if name.endswith('relative_position_bias_table')]
+    return {name.replace('_bias_table', '_index'): torch.zeros(16, 16, dtype=torch.long) for name in tables}
+
+
+#: What files of often used bases have beside the tensors that the class loads: buffers of older versions, what the
+#: class lists as ignored, and other heads.
+NOT_MISSED = {
+    'llama': lambda _: {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)},
+    't5': lambda _: {'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight': torch.ones(32, 4)},
+    'swin': relative_position_index,
+    'bert': lambda _: {
+        'bert.pooler.dense.weight': torch.ones(40, 40),
+        'cls.seq_relationship.bias': torch.ones(2),
+        'bert.embeddings.position_ids': torch.arange(64)[None],
+    },
+}
+
+
+@pytest.mark.parametrize('family', NOT_MISSED)
+def test_tensors_that_no_reader_misses(family, tmp_path):
+    model = build(family, models=MODELS)
+    model.save_pretrained(tmp_path / 'base')
+    model.config._name_or_path = str(tmp_path / 'base')
+    path = tmp_path / 'base' / 'model.safetensors'
+    tensors = load_file(path)
+    more = NOT_MISSED[family](tensors)
+    save_file({**tensors, **more}, path, {'format': 'pt'})
+    assert more and written(tmp_path / 'found', model) == []
+    exporter, specs = HuggingFaceExporter(model, None), source_for(model).specs()
+    without, export = (exporter.export(ExportRequest(specs, carry_base=option)) for option in (None, 'all'))
+    carried = {entry.hf_name for entry in export.entries} - {entry.hf_name for entry in without.entries}
+    heads = {'bert.pooler.dense.weight', 'cls.seq_relationship.bias'}
+    assert carried == (heads if family == 'bert' else set())
+
+
+def test_ignored_layers_for_multi_token_prediction_are_copied(tmp_path, monkeypatch):
+    """As of DeepSeek-V3, whose class lists them as ignored."""
+    model = build('llama')
+    layer = f'model.layers.{model.config.num_hidden_layers}.mlp.up_proj.weight'
+    monkeypatch.setattr(type(model), '_keys_to_ignore_on_load_unexpected', [layer])
+    model.save_pretrained(tmp_path / 'base')
+    model.config._name_or_path = str(tmp_path / 'base')
+    path = tmp_path / 'base' / 'model.safetensors'
+    save_file({**load_file(path), layer: torch.ones(2)}, path, {'format': 'pt'})
+    (warning,) = written(tmp_path / 'found', model)
+    assert layer in warning
+    export = HuggingFaceExporter(model, None).export(ExportRequest(source_for(model).specs(), carry_base='all'))
+    assert layer in {entry.hf_name for entry in export.entries}
 
 
 # The vocabulary
