@@ -92,6 +92,23 @@ def test_the_same_rounded_and_different(model, copy, capsys):
     assert content['verdict'] == 'different' and content['tensors'][0]['max_abs'] == 1.0
 
 
+def test_the_same_weights_with_another_config(model, copy, capsys):
+    edit_json(copy / 'config.json', num_attention_heads=1)
+    assert run('--compare', model, copy) == DIFFERENT
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith('same weights, other config: num_attention_heads 5, 1: 21 identical')
+    assert run('--compare', model, copy, '--json') == DIFFERENT
+    content = json.loads(capsys.readouterr().out)
+    assert (content['verdict'], content['same']) == ('other config', False)
+
+
+def test_a_folder_whose_index_names_a_missing_file_is_not_compared(tmp_path, capsys):
+    folder = save_model('llama', tmp_path / 'shards', max_shard_size='100KB')
+    min(folder.glob('*.safetensors')).unlink()
+    assert run('--compare', folder, folder) == UNUSABLE
+    assert 'the index names files that are missing' in capsys.readouterr().err
+
+
 def loading(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, str]]:
     """Kinds and texts of the findings about loading, of a run with ``--json``."""
     findings = json.loads(capsys.readouterr().out)['findings']

@@ -40,8 +40,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description='Show what each Hugging Face folder holds; check that it is complete, consistent and, if it has\n'
         'an xhf_manifest.json, unchanged. With --compare: compare two models. They are two Hugging Face\n'
         'folders, or one and a checkpoint that xhf-convert reads.',
-        epilog='Exit status: 0 all good, or the same model (identical or rounding only); 1 one is damaged, or the\n'
-        'models are different; 2 unusable input.',
+        epilog='Exit status: 0 all good, or both load as the same model (identical or rounding only); 1 one is\n'
+        'damaged, or weights or configs are different; 2 unusable input.',
     )
     parser.add_argument('paths', metavar='PATH', type=folder, nargs='+', help='a model folder, or a checkpoint')
     parser.add_argument('--compare', action='store_true', help='compare two models')
@@ -119,4 +119,4 @@ def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
         first, second = args.paths
         a, b = open_models(first, second, options, Path(scratch))
         found = compare.compare_models(a, b, args.workers, on_progress)
-    return found.verdict != compare.DIFFERENT, found
+    return found.is_same, found

@@ -235,7 +235,7 @@ class FolderCheck:
         elif total != nbytes and headers.keys() == named:
             self.add(PROBLEM, 'index', f'{where}: total_size is {str(total)[:40]}, the tensors have {nbytes} bytes')
         if len(self.problems()) == n_before:
-            self.add(OK, 'index', f'{name}: {len(listed)} tensors, all in their files')
+            self.add(OK, 'index', f'{name}: {counted(len(listed), "tensor")}, all in their files')
         return named
 
     def _compare_sums(self, sums: Mapping[str, FileRecord], known: Mapping[str, FileRecord]) -> None:

@@ -1,4 +1,4 @@
-"""Compares two models: the same, equal but for rounding, or different."""
+"""Compares two models: the same, equal but for rounding, of the same weights with another config, or different."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from xhf_hooks.verify.texts import differing_texts
 IDENTICAL = 'identical'
 ROUNDING = 'rounding'
 DIFFERENT = 'different'
+OTHER_CONFIG = 'other config'
 _SHOWN = 20  # lines of each kind; JSON has all
 #: Compared at once: few enough to stay in a core's cache.
 _WINDOW_ELEMENTS = 1 << 17
@@ -99,7 +100,8 @@ class Comparison:
     Attributes:
         tensors: Worst first.
         missing: Names in A only. ``extra``: names in B only.
-        files: Differences of the files besides weights that loaders read. They do not change the verdict.
+        config: Differences of config, adapter settings and code, which make another model of the same weights.
+        files: Differences of other files that loaders read, such as the tokenizer's. They do not change the verdict.
         read_nbytes: Bytes read from both.
     """
 
@@ -109,6 +111,7 @@ class Comparison:
     tensors: list[Pair] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    config: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     read_nbytes: int = 0
     seconds: float = 0.0
@@ -120,13 +123,22 @@ class Comparison:
     def verdict(self) -> str:
         if self.missing or self.extra or self.count(DIFFERENT) or not self.tensors:
             return DIFFERENT
+        return OTHER_CONFIG if self.config else self._of_weights
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both load as the same model."""
+        return self.verdict in (IDENTICAL, ROUNDING)
+
+    @property
+    def _of_weights(self) -> str:
         return ROUNDING if self.count(ROUNDING) else IDENTICAL
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON values."""
         return {
             **vars(self),
-            'same': self.verdict != DIFFERENT,
+            'same': self.is_same,
             'verdict': self.verdict,
             'counts': {kind: self.count(kind) for kind in (IDENTICAL, ROUNDING, DIFFERENT)},
             'tensors': [tensor.as_json() for tensor in self.tensors],
@@ -135,6 +147,7 @@ class Comparison:
     def lines(self) -> list[str]:
         """The report as text."""
         lines = [f'A: {self.a}', f'B: {self.b}', *(f'note: {note}' for note in (*self.notes, *self.files))]
+        lines += [f'config: {text}' for text in self.config]
         worst = [tensor for tensor in self.tensors if tensor.verdict != IDENTICAL]
         if worst:
             lines.append(f'{"":10} {"max diff":>10} {"mean diff":>10} {"max ULPs":>12} {"differ":>8}  tensor')
@@ -142,8 +155,12 @@ class Comparison:
         lines += [f'... and {len(worst) - _SHOWN} more; --json has all'] if len(worst) > _SHOWN else []
         for what, names in (('only in A', self.missing), ('only in B', self.extra)):
             lines += [f'{what}: {some(names, _SHOWN)}'] if names else []
-        verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding', DIFFERENT: 'DIFFERENT'}[self.verdict]
-        if self.files and self.verdict != DIFFERENT:
+        verdict = {IDENTICAL: 'identical', ROUNDING: 'the same but for rounding'}.get(self.verdict, 'DIFFERENT')
+        if self.verdict == OTHER_CONFIG:
+            weights = 'same weights' if self._of_weights == IDENTICAL else 'same weights but for rounding'
+            verdict = f'{weights}, other config: {"; ".join(self.config[:3])}'
+            verdict += f' and {len(self.config) - 3} more' if len(self.config) > 3 else ''
+        elif self.files and self.is_same:
             verdict = f'weights {verdict}, but other files differ'
         counts = ', '.join(f'{self.count(kind)} {kind}' for kind in (IDENTICAL, ROUNDING, DIFFERENT))
         rate = self.read_nbytes / max(self.seconds, 1e-9) / 1e9
@@ -190,7 +207,8 @@ def compare_models(
     result.missing = [name for name in a.tensors if name not in paired_in_a]
     result.extra = [name for name in b.tensors if name not in paired_in_b]
     if a.folder is not None and b.folder is not None:
-        result.files = differing_texts(a.texts, b.texts)
+        have_same_dtypes = all(pair.dtypes[0] == pair.dtypes[1] for pair in result.tensors)
+        result.config, result.files = differing_texts(a.texts, b.texts, have_same_dtypes=have_same_dtypes)
     total = sum(pair.nbytes for pair in result.tensors)
 
     def compare_part(pair: Pair, part: range) -> None:

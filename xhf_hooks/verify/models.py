@@ -15,9 +15,9 @@ from xhf_hooks.convert import Conversion, ConvertOptions
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.index import WEIGHTS_SUFFIX
+from xhf_hooks.format.index import WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.format.safetensors import HALF_DTYPES
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import read_undamaged_manifest
 from xhf_hooks.meta_model.transformers_model import first_architecture
 from xhf_hooks.planning.types import Placement, TensorSpec
@@ -83,8 +83,14 @@ def _holds_weights(path: Path) -> bool:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself."""
+    """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself.
+
+    Raises:
+        DamagedError: An index is malformed, or names a file that is missing.
+    """
     found = model_files(path, read_undamaged_manifest(path))
+    if missing := [file for part in found for file in weight_files(path / part) if not file.is_file()]:
+        raise DamagedError(f'{path}: the index names files that are missing: {some([file.name for file in missing])}')
     named = [path / name for names in found.values() for name in names]
     return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))
 
@@ -111,7 +117,7 @@ def _open_folder(path: Path) -> Model:
     notes = []
     if path.is_dir() and (tags := sorted(one.name for one in path.glob('global_step*') if one.is_dir())):
         notes.append(f"{path} also holds DeepSpeed's {some(tags)}; its Hugging Face files are compared")
-    label = f'{path} ({len(stored)} tensors, {dtypes})'
+    label = f'{path} ({counted(len(stored), "tensor")}, {dtypes})'
     return Model(label, tensors, read, notes, folder=path if path.is_dir() else None)
 
 
@@ -162,7 +168,7 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     except (XhfError, OSError) as error:
         notes.append(f'config and tokenizer are not compared: {error}')
     kind = 'fp32 master weights' if floats == {'F32'} else 'as trained'
-    label = f'{path} ({len(tensors)} tensors as xhf-convert writes them, {kind})'
+    label = f'{path} ({counted(len(tensors), "tensor")} as xhf-convert writes them, {kind})'
     return Model(label, tensors, read, notes, is_made=True, folder=folder_of_assets)
 
 

@@ -18,14 +18,16 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_model
-from tests.helpers.models.zoo import projector
+from tests.helpers.models.zoo import build, projector
 from tests.helpers.models.zoo.llava import TinyLlava, save_bases
+from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main as convert_main
 from xhf_hooks.convert import ConvertOptions
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, ROUNDING, Comparison, compare_models
+from xhf_hooks.verify.compare import DIFFERENT, IDENTICAL, OTHER_CONFIG, ROUNDING, Comparison, compare_models
 from xhf_hooks.verify.models import open_models
 from xhf_hooks.verify.rounding import compare
 
@@ -119,8 +121,6 @@ def test_tensors_larger_than_what_is_read_at_once(tmp_path):
 
 def test_experts_that_are_made_of_one_tensor(tmp_path):
     """transformers 5 trains them fused and saves them apart: compared as converted."""
-    from tests.helpers.models.zoo import build
-
     model = build('mixtral')
     model.save_pretrained(tmp_path / 'model')
     torch.save({f'llm.{name}': tensor for name, tensor in model.state_dict().items()}, tmp_path / 'weights.pth')
@@ -171,10 +171,11 @@ def test_a_note_for_each_file_that_differs(model, tmp_path):
     for name in ('trainer_state.json', 'README.md', 'all_results.json'):
         (tmp_path / 'b' / name).write_text('{}')
     edit_json(tmp_path / 'b' / 'config.json', transformers_version='4.0', _name_or_path='elsewhere')
-    assert compared(model, tmp_path / 'b').files == []
-    edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7, hidden_size=None)
+    found = compared(model, tmp_path / 'b')
+    assert found.verdict == IDENTICAL and found.config == found.files == []
+    edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7)
     vocabulary = json.loads((tmp_path / 'b' / 'tokenizer.json').read_text())
-    vocabulary['model']['vocab']['w9'] = 10_000
+    number, vocabulary['model']['vocab']['w9'] = vocabulary['model']['vocab']['w9'], 10_000
     (tmp_path / 'b' / 'tokenizer.json').write_text(json.dumps(vocabulary))
     (tmp_path / 'b' / 'merges.txt').write_text('a b')
     (tmp_path / 'b' / 'modeling_x.py').write_text('')
@@ -185,16 +186,53 @@ def test_a_note_for_each_file_that_differs(model, tmp_path):
         (folder / 'adapter_config.json').write_text(json.dumps(settings))
     found = compared(tmp_path / 'with_a', tmp_path / 'with_b')
     config = json.loads((model / 'config.json').read_text())
-    assert found.files == [
-        'adapter_config.json differs: lora_alpha (8 and 16)',
-        f'config.json differs: hidden_size ({config["hidden_size"]} and not there), '
-        f'max_position_embeddings ({config["max_position_embeddings"]} and 7)',
-        'merges.txt is only in B',
+    assert found.config == [
+        'adapter_config.json: lora_alpha 8, 16',
+        f'max_position_embeddings {config["max_position_embeddings"]}, 7',
         'modeling_x.py is only in B',
-        'tokenizer.json differs: model',
     ]
-    assert found.verdict == IDENTICAL
+    changed_token = f'tokenizer.json differs: model.vocab.w9 {number}, 10000'
+    assert found.files == ['merges.txt is only in B', changed_token]
+    assert found.verdict == OTHER_CONFIG and not found.as_json()['same']
+    said = found.lines()[-1]
+    assert said.startswith('same weights, other config: adapter_config.json: lora_alpha 8, 16; max_position_embeddings')
+
+
+def test_other_files_do_not_make_another_model(model, tmp_path):
+    shutil.copytree(model, tmp_path / 'b')
+    (tmp_path / 'b' / 'merges.txt').write_text('a b')
+    found = compared(model, tmp_path / 'b')
+    assert found.verdict == IDENTICAL and found.as_json()['same']
     assert found.lines()[-1].startswith('weights identical, but other files differ: 21 identical, 0 rounding')
+
+
+@pytest.mark.parametrize('fields', [{'num_attention_heads': 1}, {'rms_norm_eps': 0.5, 'mlp_bias': True}])
+def test_the_same_weights_with_another_config_are_another_model(model, fields, tmp_path):
+    b = changed(model, tmp_path / 'b', torch.bfloat16)
+    assert compared(model, b).verdict == ROUNDING
+    edit_json(b / 'config.json', dtype='bfloat16', use_cache=False)  # as of weights with that dtype
+    assert compared(model, b).verdict == ROUNDING
+    edit_json(b / 'config.json', **fields)
+    found = compared(model, b)
+    assert found.verdict == OTHER_CONFIG and len(found.config) == len(fields)
+    assert 'same weights but for rounding, other config: ' in found.lines()[-1]
+
+
+@pytest.mark.parametrize('family', ['llava', 'gemma3', 'gpt_neox', 'phi3', 'qwen2_vl', 'llama'])
+def test_what_only_older_readers_need_is_no_difference(family, tmp_path):
+    """Of the config and of parts of it; a default is none, either."""
+    model = build(family, models=MODELS)
+    model.save_pretrained(tmp_path / 'own')
+    save_hf(model, tmp_path / 'ours', model_card=False)
+    found = compared(tmp_path / 'own', tmp_path / 'ours')
+    assert found.verdict == IDENTICAL and found.config == found.files == []
+
+
+def test_an_index_that_names_a_missing_file(tmp_path):
+    save_model('llama', tmp_path / 'shards', max_shard_size='100KB')
+    min((tmp_path / 'shards').glob('*.safetensors')).unlink()
+    with pytest.raises(DamagedError, match='the index names files that are missing: model-00001-of'):
+        compared(tmp_path / 'shards', tmp_path / 'shards')
 
 
 def test_the_order_of_a_list_counts(model, tmp_path):
@@ -203,19 +241,19 @@ def test_the_order_of_a_list_counts(model, tmp_path):
     for folder, kinds in ((model, ['full', 'sliding']), (tmp_path / 'b', ['sliding', 'full'])):
         folder = Path(shutil.copytree(folder, tmp_path / f'with_{folder.name}'))
         edit_json(folder / 'config.json', layer_types=kinds)
-    (found,) = compared(tmp_path / f'with_{model.name}', tmp_path / 'with_b').files
-    assert found.startswith('config.json differs: layer_types')
+    (found,) = compared(tmp_path / f'with_{model.name}', tmp_path / 'with_b').config
+    assert found == "layer_types ['full', 'sliding'], ['sliding', 'full']"
 
 
 def test_a_checkpoint_is_compared_with_its_config_and_tokenizer(model, tmp_path):
     """As xhf-convert would write them."""
     torch.save(AutoModelForCausalLM.from_pretrained(model).state_dict(), tmp_path / 'weights.pth')
     found = compared(model, tmp_path / 'weights.pth', base=str(model))
-    assert found.verdict == IDENTICAL and found.files == []
+    assert found.verdict == IDENTICAL and found.config == found.files == []
     shutil.copytree(model, tmp_path / 'b')
     edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7)
-    (found,) = compared(tmp_path / 'b', tmp_path / 'weights.pth', base=str(model)).files
-    assert found.startswith('config.json differs: max_position_embeddings (7 and ')
+    (found,) = compared(tmp_path / 'b', tmp_path / 'weights.pth', base=str(model)).config
+    assert found.startswith('max_position_embeddings 7, ')
 
 
 @pytest.mark.parametrize('lora', ['adapter', 'merge', 'both'])
@@ -230,7 +268,7 @@ def test_a_folder_shows_how_its_run_was_converted(model, lora, tmp_path):
     args = [tmp_path / 'weights.pth', tmp_path / 'out', '--base', model, '--lora', lora]
     assert convert_main([*map(str, args)]) == 0
     found = compared(tmp_path / 'out', tmp_path / 'weights.pth', base=str(model))
-    assert found.verdict == IDENTICAL and found.files == []
+    assert found.verdict == IDENTICAL and found.config == found.files == []
 
 
 def test_llava_in_the_layout_of_transformers(tmp_path, monkeypatch):
@@ -252,7 +290,7 @@ def test_llava_in_the_layout_of_transformers(tmp_path, monkeypatch):
         args = [tmp_path / 'iter_5.pth', tmp_path / layout, '--llava-format', layout]
         assert convert_main([*map(str, args)]) == 0
         found = compared(tmp_path / layout, tmp_path / 'iter_5.pth')
-        assert found.verdict == IDENTICAL and len(found.tensors) > 20 and found.files == []
+        assert found.verdict == IDENTICAL and len(found.tensors) > 20 and found.config == found.files == []
 
 
 def has_next(code: str) -> bool:
