@@ -339,8 +339,8 @@ class SaveOptions(_Options):
         "'float32': the fp32 master weights where they exist. 'bfloat16' or 'float16': this dtype, except for "
         "tensors that ``from_pretrained`` keeps in fp32 when it loads with this dtype. 'base': each tensor as in the "
         "base model's safetensors files; a tensor that the base lacks gets the dtype of most of the base's elements, "
-        'and adapters keep the dtype of training. None: the dtype of training. Tensors that are written in fp32 come '
-        'from the master weights where they exist.',
+        'and adapters keep the dtype of training. None: the dtype of training. Tensors in another dtype than in '
+        'training are rounded once from the fp32 master weights, where these exist.',
         _dtype_code,
     )
     carry_base: CarryBase | None = _option(

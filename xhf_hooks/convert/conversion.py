@@ -47,6 +47,7 @@ from xhf_hooks.meta_model.trainer_files import (
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.options import VerifyLevel
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.planning.masters import specs_with_masters
 from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
@@ -64,9 +65,9 @@ class ConvertOptions:
 
     Attributes:
         ema: Export the averaged weights if the checkpoint holds both averaged and live ones.
-        dtype: Safetensors dtype of floating-point tensors, cast once from the fp32 master weights where there are
-            any. AS_IN_BASE: each as in the base model's files. None: the training dtype, bit for bit what the hook
-            saves.
+        dtype: Safetensors dtype of floating-point tensors. Another one than in training is cast once from the fp32
+            master weights, where there are any. AS_IN_BASE: each as in the base model's files. None: the training
+            dtype, bit for bit what the hook saves.
         model_card: Write a model card into a folder that would have none.
         verify: What is checked before the commit, as in the hook's option; 'full' reads every byte back.
     """
@@ -230,12 +231,9 @@ class Conversion:
         return [f'{problem}; the adapter is merged into those of {self._options.base}, which differ by rounding']
 
     def _plan(self, match: Match) -> PlannedOutputs:
-        specs = match.specs
-        if self._options.dtype is not None:
-            specs = [spec.of_master() if spec.has_master else spec for spec in specs]
         plan = make_plan(
             self._export.entries,
-            specs,
+            specs_with_masters(match.specs, self._export.entries, self._options.dtype),
             max_shard_nbytes=self._options.max_shard_nbytes,
             bucket_nbytes=1,
             n_parameters=self._export.n_parameters,

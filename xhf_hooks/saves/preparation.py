@@ -13,9 +13,10 @@ from xhf_hooks.exporters.base import Export, Exporter, ExportRequest
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
+from xhf_hooks.planning.masters import specs_with_masters
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
-from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.saves.compare_ranks import require_same
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
@@ -88,14 +89,14 @@ def prepare_saves(
         entries = export.entries
         read_names = {name for entry in entries for name in entry.reads}
         _require_values(unwrapped, read_names)
-        specs_with_masters = _with_masters(specs, entries, options.dtype)
+        planned_specs = specs_with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
-        spread = source.spread(specs_with_masters, collective)
+        spread = source.spread(planned_specs, collective)
     with collective.stage('plan'):
-        if any(spec.from_master for spec in specs_with_masters):
+        if any(spec.from_master for spec in planned_specs):
             refuse_unreadable_fp32_masters(unwrapped.engine)
-            source.require_masters_match_weights(specs_with_masters)
-        widened = _widened(specs_with_masters, read_names, options.dtype)
+            source.require_masters_match_weights(planned_specs)
+        widened = _widened(planned_specs, read_names, options.dtype)
         # Trained 16-bit weights without a master that can be read: there is a warning (below) if there are no masters,
         # and an error if DeepSpeed has some but does not show which parameter each belongs to, as at stage 0
         if widened:
@@ -104,7 +105,7 @@ def prepare_saves(
         round_nbytes = max(1, bucket_nbytes // 2)  # half a bucket keeps the buffers to send and receive small
         plan = make_plan(
             entries,
-            specs_with_masters,
+            planned_specs,
             max_shard_nbytes=parse_size(options.max_shard_size),
             bucket_nbytes=bucket_nbytes,
             n_parameters=export.n_parameters,
@@ -150,16 +151,8 @@ def _require_values(unwrapped: Unwrapped, read_names: Set[str]) -> None:
         )
 
 
-def _widened(specs_with_masters: Sequence[TensorSpec], read_names: Set[str], dtype: str | None) -> list[str]:
+def _widened(planned_specs: Sequence[TensorSpec], read_names: Set[str], dtype: str | None) -> list[str]:
     """Trained 16-bit tensors of which no master was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
     if dtype != 'F32':
         return []
-    return [spec.name for spec in specs_with_masters if spec.master_lost and spec.name in read_names]
-
-
-def _with_masters(specs: list[TensorSpec], entries: Sequence[ExportEntry], dtype: str | None) -> list[TensorSpec]:
-    """All specs; where ``dtype`` makes an output fp32, and there is a master, its spec in place of the weight's."""
-    if dtype is None:
-        return specs
-    wide = {name for entry in entries if entry.dtype == 'F32' for name in entry.reads}
-    return [spec.of_master() if spec.has_master and spec.name in wide else spec for spec in specs]
+    return [spec.name for spec in planned_specs if spec.master_lost and spec.name in read_names]

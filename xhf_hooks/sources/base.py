@@ -45,8 +45,8 @@ class Source(ABC):
        other tensors. All ranks call it with the same specs in the same order; a rank that fails raises only after it
        has taken part.
 
-    Where a spec has ``from_master``, its fp32 master is read. :meth:`specs` never sets it: for ``dtype='float32'``,
-    prepare_saves() sets it in the specs that have a master.
+    Where a spec has ``from_master``, its fp32 master is read. :meth:`specs` never sets it: where the option ``dtype``
+    is another one than in training, prepare_saves() sets it in the specs that have a master.
 
     Args:
         model: The trained model; the outermost FSDP1 wrapper, if there is one.

@@ -89,8 +89,8 @@ def refuse_unreadable_fp32_masters(engine_or_optimizer: Any) -> None:
     optimizer = getattr(engine_or_optimizer, 'optimizer', None)
     for name, does in (('round_robin_gradients', 'misnames'), ('zenflow', 'transposes and delays')):
         if any(getattr(found, name, False) is True for found in (engine_or_optimizer, optimizer)):
-            expected = f"no 'float32', or no {name} in DeepSpeed's config, which {does} the fp32 master weights"
-            raise OptionError('dtype', expected, 'float32')
+            expected = f"None, or no {name} in DeepSpeed's config, which {does} the fp32 master weights"
+            raise OptionError('dtype', expected, 'another one than in training, which is made of them')
 
 
 def refuse_unnamed_fp32_masters(engine_or_optimizer: Any) -> None:
