@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.safetensors import FLOAT_DTYPES
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
 
@@ -25,6 +25,6 @@ def specs_with_masters(
         name
         for entry in entries
         for name in entry.reads
-        if is_float(entry.dtype) and entry.dtype != trained.get(name, entry.dtype)
+        if entry.dtype in FLOAT_DTYPES and entry.dtype != trained.get(name, entry.dtype)
     }
     return [spec.of_master() if spec.has_master and spec.name in cast else spec for spec in specs]
