@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -245,7 +246,11 @@ def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
 
 
 def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> None:
-    """The base's values, if nothing else differs than what training code sets for itself (Axolotl: both)."""
+    """Restore the base's value of what training code sets by itself: ``use_cache``, and in Axolotl ``do_sample``.
+
+    Axolotl switches sampling on in every model (``loaders/model.py``); where other settings of generation differ from
+    the base's, somebody has chosen them.
+    """
     base = base_model.read_json('generation_config.json') or base_model.read_json('config.json')
     if not base:
         return
@@ -254,8 +259,10 @@ def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> No
     settings = (name for name in names if not name.endswith('_token_id') and name != 'transformers_version')
     before = {name: base.get(name, getattr(default, name)) for name in settings}
     changed = {name: value for name, value in before.items() if value != getattr(generation, name)}
-    if changed.keys() <= {'do_sample', 'use_cache'}:
-        vars(generation).update(changed)
+    forced = {'use_cache'} if generation.use_cache is False else set()
+    if 'axolotl' in sys.modules and changed.keys() <= {'do_sample', 'use_cache'}:
+        forced.add('do_sample')
+    vars(generation).update({name: value for name, value in changed.items() if name in forced})
 
 
 def _add_eos_token_ids(path: Path, eos_token_ids: Sequence[int]) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -614,8 +616,9 @@ def test_a_scaling_by_one_that_the_class_refuses_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize('has_file', [True, False])
-def test_what_training_forces_is_as_in_the_base(has_file, tmp_path):
+def test_what_training_forces_is_as_in_the_base(has_file, tmp_path, monkeypatch):
     """Axolotl sets do_sample, and use_cache before it loads the model. Everything else is the user's."""
+    monkeypatch.setitem(sys.modules, 'axolotl', ModuleType('axolotl'))
     model = with_base(build('llama'), tmp_path / 'base')
     GenerationConfig(use_cache=True, bos_token_id=1).save_pretrained(tmp_path / 'base')
     if not has_file:
@@ -627,7 +630,18 @@ def test_what_training_forces_is_as_in_the_base(has_file, tmp_path):
     model.generation_config.temperature = 0.5
     written(tmp_path / 'chosen', model)
     found = GenerationConfig.from_pretrained(tmp_path / 'chosen')
-    assert found.do_sample is True and found.temperature == 0.5
+    assert found.do_sample is True and found.temperature == 0.5 and found.use_cache is not False
+
+
+def test_a_users_own_sampling_is_saved(tmp_path):
+    """As save_pretrained does. Only Axolotl sets it by itself."""
+    model = with_base(build('llama'), tmp_path / 'base')
+    for before in (False, True):
+        GenerationConfig(do_sample=before).save_pretrained(tmp_path / 'base')
+        model.generation_config = GenerationConfig(do_sample=not before, use_cache=False)
+        assert written(tmp_path / f'from_{before}', model) == []
+        found = GenerationConfig.from_pretrained(tmp_path / f'from_{before}')
+        assert bool(found.do_sample) is not before and found.use_cache is not False
 
 
 def test_sampling_options_without_sampling_are_repaired(tmp_path):
