@@ -109,8 +109,8 @@ def test_out_exists(trained, tmp_path, capsys):
         (['--base', 'OTHER'], 'differ: llm.model.embed_tokens.weight'),
         (['--base', 'SMALLER'], 'the checkpoint has tensors that the model of'),
         (['--config', '/nowhere.py'], '/nowhere.py'),
-        (['--lora', 'merge'], 'option lora'),
-        (['--module', 'llm.nothing'], 'option module'),
+        (['--lora', 'merge'], 'option --lora'),
+        (['--module', 'llm.nothing'], 'option --module'),
     ],
 )
 def test_bad_input(trained, tmp_path, capsys, options, expected):

@@ -12,7 +12,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say, size
+from xhf_hooks.cli.output import (
+    CommandParser,
+    base_model,
+    complain,
+    count,
+    explain,
+    folder,
+    in_words_of_command,
+    progress,
+    say,
+    size,
+)
 from xhf_hooks.errors import IncompleteError, TargetError, XhfError
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import size_text, some
@@ -117,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return DONE
         with redirect_stdout(sys.stderr):
             result = _run(args)
-        print(json.dumps(result, indent=2))
+        print(in_words_of_command(json.dumps(result, indent=2)))
         return DONE
     except (Exception, KeyboardInterrupt) as error:
         explain(_PROG, error, left='; OUT was not written')

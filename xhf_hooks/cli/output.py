@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -72,15 +73,37 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f'expected {SIZE}, found {text!r}') from None
 
 
+#: Options that saves and commands have: in messages, as Python has them, and as a command takes them.
+_OPTION = '(carry_base|llava_format|lora|dtype|module)'
+_IN_COMMANDS = {
+    rf"\b{_OPTION}='(\w+)' or '(\w+)'": r'--\1 \2 or \3',
+    rf"\b{_OPTION}='(\w+)'": r'--\1 \2',
+    rf"\b[Ss]et {_OPTION} to '(\w+)'": r'give --\1 \2',
+    rf'\b[Ss]et {_OPTION} to None': r'leave --\1 out',
+    rf'\boption {_OPTION}: expected None(?! or)': r'option --\1: expected nothing',
+    rf'\boption {_OPTION}\b': r'option --\1',
+    r'--(carry|llava)_(base|format)\b': r'--\1-\2',
+}
+
+
+def in_words_of_command(text: str) -> str:
+    """A message of this package with options as a command takes them, such as ``--lora merge`` for ``lora='merge'``."""
+    for pattern, words in _IN_COMMANDS.items():
+        text = re.sub(pattern, words, text)
+    return text
+
+
 def say(line: object, to: TextIO | None = None) -> None:
     """Print one line, by default on standard output.
 
-    Names of tensors and files come from anybody's files: line ends, terminal codes, and what the terminal's encoding
-    lacks, are escaped.
+    Options are named as the command takes them. Names of tensors and files come from anybody's files: line ends,
+    terminal codes, and what the terminal's encoding lacks, are escaped.
     """
     stream = sys.stdout if to is None else to
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
-    text = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in str(line))
+    text = ''.join(
+        c if c.isprintable() else c.encode('unicode_escape').decode() for c in in_words_of_command(str(line))
+    )
     print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream)
 
 

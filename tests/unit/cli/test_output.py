@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from tests.helpers.models.model_folder import save_model
 from xhf_hooks import __version__
 from xhf_hooks.cli import convert, verify
 from xhf_hooks.cli.output import complain, progress, say
+from xhf_hooks.errors import OptionError
 
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.
 HOSTILE = 'a\x1b[2J\x1b]0;title\x07\n\r\u2028\u202egnp\x9b31m\ud800\x00b'
@@ -32,6 +34,39 @@ def test_one_line_that_every_terminal_can_take(capsys):
     say('é\udcff', ascii_only)
     ascii_only.flush()
     assert ascii_only.buffer.getvalue() == b'\\xe9\\udcff\n'
+
+
+@pytest.mark.parametrize(
+    ('message', 'told'),
+    [
+        ("readers need carry_base='all', which copies them", 'readers need --carry-base all, which copies them'),
+        ("(lora='merge' or 'both')", '(--lora merge or both)'),
+        ("set lora to 'adapter', or train on", 'give --lora adapter, or train on'),
+        ('Set dtype to None, or remove', 'leave --dtype out, or remove'),
+        ("lora='merge', --lora merge", '--lora merge, --lora merge'),
+        (
+            str(OptionError('lora', 'None: it has none', 'merge')),
+            "option --lora: expected nothing: it has none, found 'merge'",
+        ),
+        (str(OptionError('llava_format', "'xtuner'", 'x')), "option --llava-format: expected 'xtuner', found 'x'"),
+        ("llava_format='huggingface'", '--llava-format huggingface'),
+        (str(OptionError('--base', 'a folder', 'x')), "option --base: expected a folder, found 'x'"),
+        ("torch_dtype='auto' and vocab_size", "torch_dtype='auto' and vocab_size"),
+    ],
+)
+def test_options_are_named_as_commands_take_them(message, told, capsys):
+    complain(message)
+    assert capsys.readouterr().err == f'{told}\n'
+
+
+def test_a_conversion_that_the_options_do_not_fit(tmp_path, capsys):
+    base = save_model('llama', tmp_path / 'base')
+    torch.save(load_file(base / 'model.safetensors'), tmp_path / 'weights.pth')
+    command = [str(tmp_path / 'weights.pth'), str(tmp_path / 'out'), '--base', str(base)]
+    assert convert.main([*command, '--lora', 'merge']) == convert.BAD_INPUT
+    assert 'xhf-convert: option --lora: expected nothing: that needs a LoRA adapter' in capsys.readouterr().err
+    assert convert.main([*command, '--llava-format', 'xtuner']) == convert.BAD_INPUT
+    assert 'option --llava-format: expected nothing, because HuggingFaceExporter' in capsys.readouterr().err
 
 
 CLEAR = 'x\x1b[2J\ny\u202e'

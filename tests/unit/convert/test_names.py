@@ -57,7 +57,7 @@ def test_of_two_models_the_option_module_chooses(llama, tmp_path, capsys, traine
     both |= {'head.weight': torch.ones(3), 'head.steps': torch.tensor(2)}
     torch.save({'state_dict': both}, tmp_path / 'x.pth')
     line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', folder / 'base')
-    assert 'option module' in line and repr(trained) in line and repr(other) in line
+    assert 'option --module' in line and repr(trained) in line and repr(other) in line
     for name, expected in ((trained, folder / 'trained'), (other, folder / 'base')):
         out = convert(tmp_path / 'x.pth', tmp_path / name, '--base', folder / 'base', '--module', name)
         assert_same_folder_tensors(out, expected)
