@@ -36,7 +36,7 @@ from xhf_hooks.exporters.loading_check import (
     needs_its_code,
     require_none,
 )
-from xhf_hooks.exporters.lora_merge import WeightMerge, merge_adapters
+from xhf_hooks.exporters.lora_merge import Merge, merge_adapters
 from xhf_hooks.exporters.made_entries import computing_nbytes, entries_of
 from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
 from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
@@ -211,15 +211,17 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
         own = dict(sorted(found.items(), key=lambda item: order[item[0]]))
-        merges: Mapping[str, WeightMerge] = {}
+        merges: Mapping[str, Merge] = {}
         if self._adapters:
             own, merges = merge_adapters(self._model, self._adapters, own)
         sources = {spec.name: traced(spec.name, spec.shape, TORCH_DTYPES[spec.dtype]) for spec in found.values()}
-        merged = {}
-        for name, merge in merges.items():
-            shape, dtype = sources[name].description
-            merged[name] = computed(shape, dtype, merge, {read: sources[read] for read in merge.reads})
-        return {name: merged.get(spec.name, sources[spec.name]) for name, spec in own.items()}, set(merged)
+        merged: dict[Merge, TracedTensor] = {}
+        for merge in merges.values():
+            if merge not in merged:  # tied names have the same one
+                shape, dtype = sources[merge.base].description
+                merged[merge] = computed(shape, dtype, merge, {read: sources[read] for read in merge.reads})
+        tensors = {name: merged[merges[name]] if name in merges else sources[spec.name] for name, spec in own.items()}
+        return tensors, {merge.base for merge in merged}
 
     def _build(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Built:
         """Build the reference; if it differs, correct the config or find arguments of the class, and build again."""
@@ -252,7 +254,12 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def _refuse(self, problems: Problems, reference: PreTrainedModel) -> None:
         what = f'{type(reference).__name__}, from the model at {self._path or "the root"!r},'
         if any('lora_' in name for name in problems['unexpected']):
-            require_none(problems, what, 'add LoRA weights with get_peft_model, which makes a PeftModel')
+            remedy = (
+                'train the PeftModel that get_peft_model makes, of which the adapter or the merged model is saved. '
+                'add_adapter and inject_adapter_in_model put LoRA into the model itself; with add_adapter, '
+                'save_pretrained of transformers writes the adapter alone'
+            )
+            require_none(problems, what, remedy)
         require_none(problems, what)
 
     def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:

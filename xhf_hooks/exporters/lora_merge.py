@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -87,10 +87,63 @@ class WeightMerge:
         return (merged.T if self.transposed else merged).reshape(weight.shape)
 
 
+@dataclass(frozen=True)
+class BiasMerge:
+    """Adds the biases of second factors (``lora_bias``) to that of the layer.
+
+    Attributes:
+        base: Source name of the layer's bias.
+        added: Source name of the bias, and its scaling, of each active adapter.
+    """
+
+    base: str
+    added: tuple[tuple[str, float], ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.base, *(name for name, _ in self.added))
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        bias = tensors[self.base]
+        merged = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        for name, scaling in self.added:
+            merged = merged + tensors[name].to(merged.dtype) * scaling
+        return merged
+
+
+@dataclass(frozen=True)
+class RowsMerge:
+    """Puts trained rows in place of those of an embedding (``trainable_token_indices``).
+
+    Attributes:
+        base: Source name of the embedding, ``(rows, dim)``.
+        rows: Source name of the trained rows, and their numbers, of each active adapter.
+    """
+
+    base: str
+    rows: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.base, *(name for name, _ in self.rows))
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        weight = tensors[self.base].clone()
+        for name, numbers in self.rows:
+            weight[list(numbers)] = tensors[name].to(weight)
+        return weight
+
+
+Merge = WeightMerge | BiasMerge | RowsMerge
+
+
 def merge_adapters(
     model: nn.Module, adapters: Mapping[str, PeftModel], own: Mapping[str, TensorSpec]
-) -> tuple[dict[str, TensorSpec], dict[str, WeightMerge]]:
-    """The tensors of the merged model, with trained copies in place of what they replace; merges by source name.
+) -> tuple[dict[str, TensorSpec], dict[str, Merge]]:
+    """The tensors of the merged model, with trained copies in place of what they replace; and merges. Both by name.
+
+    Names that are tied to an adapted one have a merge only if they are adapted, too: then values differ, and the names
+    are no longer tied. (``merge_and_unload`` changes the shared weight, so that both names get the sum.)
 
     Args:
         model: The model without the PeftModel around it, if there is one.
@@ -110,10 +163,10 @@ def merge_adapters(
         )
     # The base of ModulesToSaveWrapper, which is alone before peft 0.15
     auxiliary = getattr(other, 'AuxiliaryTrainingWrapper', other.ModulesToSaveWrapper)
+    tokens = _kinds_of_trainable_tokens()
     for peft_model in adapters.values():
         require_lora(peft_model)
-    merges: dict[str, WeightMerge] = {}
-    merged: set[str] = set()
+    merges: dict[str, Merge] = {}
     kept_below = {path: base_path(path) for path in adapters if path}  # by path of the wrapper
     for wrapped_path, module in model.named_modules(remove_duplicate=False):
         path = without_wrappers(wrapped_path)
@@ -121,18 +174,32 @@ def merge_adapters(
             kept_below[path] = f'{path}.base_layer'
             active = [name for name in module.active_adapters if name in module.r]
             if active:  # else it has only inactive ones
-                weight, merge = _merge_of(path, module, active, own)
-                if merges.setdefault(merge.base, merge) != merge:
-                    raise _tied(weight)
-                merged.add(weight)
+                found = _merges_of(path, module, active, own)
+                if not found.keys().isdisjoint(merges):  # two layers around one weight
+                    raise _unknown(path, module)
+                merges |= found
+        elif isinstance(module, tokens):
+            has_adapter = hasattr(module, 'token_adapter')  # it wraps the layer that has the rows
+            kept_below[path] = f'{path}.token_adapter' if has_adapter else f'{path}.base_layer'
+            if not has_adapter:
+                merges |= _merge_of_rows(path, module, own)
         elif isinstance(module, other.ModulesToSaveWrapper):
             kept_below[path] = f'{path}.{_copy_in_use(module) or "original_module"}'
         elif isinstance(module, (BaseTunerLayer, auxiliary)):
             raise _unknown(path, module)
-    for name, spec in own.items():
-        if spec.name in merges and name not in merged:
-            raise _tied(name)
-    return dict(_stripped(own, kept_below)), merges
+    renamed = dict(_stripped(own, kept_below))
+    by_name = {name: merges[own_name] for name, own_name in renamed.items() if own_name in merges}
+    return {name: own[own_name] for name, own_name in renamed.items()}, by_name
+
+
+def _kinds_of_trainable_tokens() -> tuple[type, ...]:
+    """peft's wrapper of an embedding with trained rows, and its layer, as since 0.15."""
+    try:
+        from peft.tuners.trainable_tokens import TrainableTokensLayer
+        from peft.utils.other import TrainableTokensWrapper
+    except ImportError:
+        return ()
+    return TrainableTokensWrapper, TrainableTokensLayer
 
 
 def require_lora(peft_model: PeftModel) -> None:
@@ -158,10 +225,20 @@ def _copy_in_use(wrapper: ModulesToSaveWrapper) -> str | None:
     return f'modules_to_save.{names[0]}' if is_copy else None
 
 
-def _merge_of(
-    path: str, layer: LoraLayer, active: Sequence[str], own: Mapping[str, TensorSpec]
-) -> tuple[str, WeightMerge]:
-    """The name of the weight that a layer adapts, and how it is merged.
+def _merge_of_rows(path: str, layer: Any, own: Mapping[str, TensorSpec]) -> dict[str, Merge]:
+    """How the trained rows of an embedding are merged, by the name of its weight; {} if no active adapter has any."""
+    weight = f'{path}.base_layer.weight'
+    active = [name for name in layer.active_adapters if name in layer.token_indices]
+    if active and weight not in own:
+        raise _unknown(path, layer)
+    _refuse_merged(path, layer)
+    delta = f'{path}.trainable_tokens_delta'
+    rows = tuple((own[f'{delta}.{name}'].name, tuple(map(int, layer.token_indices[name]))) for name in active)
+    return {weight: RowsMerge(own[weight].name, rows)} if rows else {}
+
+
+def _merges_of(path: str, layer: LoraLayer, active: Sequence[str], own: Mapping[str, TensorSpec]) -> dict[str, Merge]:
+    """How a layer's weight is merged, and its bias with ``lora_bias``, by their names.
 
     Args:
         active: The active adapters that the layer has.
@@ -184,11 +261,12 @@ def _merge_of(
     while hasattr(inner, 'base_layer'):  # of several parameters of one module each has its ParamWrapper
         weight, inner = f'{weight}.base_layer', inner.base_layer
     weight = f'{weight}.{getattr(layer, "parameter_name", "weight")}'
-    has_bias = any(getattr(layer, 'lora_bias', {}).get(name) for name in active)
-    if not is_known or grouped or has_bias or weight not in own:
+    with_bias = [name for name in active if getattr(layer, 'lora_bias', {}).get(name)]
+    bias = f'{path}.base_layer.bias'
+    has_unknown_bias = bool(with_bias) and (bias not in own or any(with_dora.values()))
+    if not is_known or grouped or has_unknown_bias or weight not in own:
         raise _unknown(path, layer)
-    if layer.merged:
-        raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
+    _refuse_merged(path, layer)
     is_embedding = isinstance(layer, kinds.Embedding)
     part = '{}.lora_embedding_{}.{}' if is_embedding else '{}.lora_{}.{}.weight'
     of_experts = getattr(layer, 'num_experts', 1) > 1
@@ -205,31 +283,34 @@ def _merge_of(
         )
         for name in active
     )
-    return weight, WeightMerge(own[weight].name, updates, transposed, of_experts)
+    merges: dict[str, Merge] = {weight: WeightMerge(own[weight].name, updates, transposed, of_experts)}
+    if with_bias:
+        added = tuple((own[f'{path}.lora_B.{name}.bias'].name, layer.scaling[name]) for name in with_bias)
+        merges[bias] = BiasMerge(own[bias].name, added)
+    return merges
 
 
-def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> Iterator[tuple[str, TensorSpec]]:
-    """Rename the kept tensors of each wrapper to the wrapper's path, and drop the others."""
-    for name, spec in own.items():
+def _refuse_merged(path: str, layer: Any) -> None:
+    if layer.merged:
+        raise ModelError(f'{path}: the adapter is already merged into the live model; call unmerge_adapter()')
+
+
+def _stripped(own: Mapping[str, TensorSpec], kept_below: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names in the merged model, and those in the live one: the path of a wrapper in place of what it keeps."""
+    for own_name in own:
+        name = own_name
         parts = name.split('.')
         above = ['.'.join(parts[:end]) for end in range(1, len(parts))]
         wrappers = [path for path in above if path in kept_below]
         if all(name.startswith(f'{kept_below[path]}.') for path in wrappers):
             for path in reversed(wrappers):  # innermost first, so that outer prefixes still match
                 name = path + name.removeprefix(kept_below[path])
-            yield name, spec
-
-
-def _tied(name: str) -> ModelError:
-    return ModelError(
-        f'{name} is tied to a layer with another adapter or none, and merging would change both; set lora to '
-        f"'adapter', or remove the tied layer from target_modules"
-    )
+            yield name, own_name
 
 
 def _unknown(path: str, found: object) -> ModelError:
     return ModelError(
         f'{path}: merging {type(found).__module__}.{type(found).__name__} is not supported as configured (supported: '
-        f'lora.Linear, Embedding, ParamWrapper and ConvNd without groups, with or without DoRA but without lora_bias, '
-        f"and modules_to_save); set lora to 'adapter'"
+        f'lora.Linear, Embedding, ParamWrapper and ConvNd without groups, with DoRA or lora_bias, modules_to_save '
+        f"and trainable_token_indices); set lora to 'adapter'"
     )

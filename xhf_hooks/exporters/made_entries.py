@@ -89,7 +89,7 @@ def computing_nbytes(entries: Sequence[ExportEntry], computed: Collection[str]) 
     """
     together: dict[int, list[ExportEntry]] = {}
     for entry in entries:
-        if not set(computed).isdisjoint(entry.reads):
+        if entry.combine is not None and not set(computed).isdisjoint(entry.reads):
             together.setdefault(id(entry.combine), []).append(entry)
     return max(map(_combine_nbytes, together.values()), default=0)
 

@@ -128,7 +128,8 @@ def _without_adapter(module: nn.Module) -> nn.Module:
     """The module that an adapter of peft has wrapped, or is a copy of."""
     while type(module).__module__.startswith('peft.'):
         parts = module._modules
-        inner = parts.get('base_layer') or parts.get('original_module') or parts.get('base_model') or parts.get('model')
+        names = ('base_layer', 'token_adapter', 'original_module', 'base_model', 'model')
+        inner = next((parts[name] for name in names if parts.get(name) is not None), None)
         if inner is None:
             break
         module = _without_wrapper(inner)

@@ -12,7 +12,7 @@ import numpy as np
 
 from xhf_hooks.errors import IncompleteError
 from xhf_hooks.format.checksum import shift
-from xhf_hooks.format.text import some
+from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import Placement, WrittenTensor
 
 #: Of the second row of the sums (bytes, spans, NaN and infinite values). Spans are sums of ``end**2 - start**2``: a
@@ -72,7 +72,7 @@ def warn_of_non_finite(tensors: Sequence[WrittenTensor]) -> list[str]:
     shown = some([f'{tensor.placement.hf_name} ({tensor.non_finite})' for tensor in bad], 5)
     too_large = any(tensor.placement.dtype == 'F16' for tensor in bad)
     hint = '; float16 ends at 65504, beyond which weights become infinite: see the option dtype' if too_large else ''
-    return [f'NaN or infinite values in {len(bad)} tensors: {shown}{hint}']
+    return [f'NaN or infinite values in {counted(len(bad), "tensor")}: {shown}{hint}']
 
 
 def _span(start: int, end: int) -> int:

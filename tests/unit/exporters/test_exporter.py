@@ -105,6 +105,12 @@ def extended(model: nn.Module) -> None:
     model.extra = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(9)])
 
 
+def with_add_adapter(model: nn.Module) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=['q_proj']))
+
+
 def injected(model: nn.Module) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -120,7 +126,8 @@ def injected(model: nn.Module) -> None:
             r'weight \(9, 35\), expected',
         ),
         (extended, r'unexpected: extra\.0.*and 4 more'),
-        (injected, 'add LoRA weights with get_peft_model, which makes a PeftModel'),
+        (injected, 'train the PeftModel that get_peft_model makes'),
+        (with_add_adapter, 'with add_adapter, save_pretrained of transformers writes the adapter alone'),
         (
             lambda m: setattr(m, 'quantization_method', 'bitsandbytes'),
             'LlamaForCausalLM is quantized .*xhf-convert WORK_DIR OUT --lora merge',

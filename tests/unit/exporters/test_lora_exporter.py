@@ -467,13 +467,40 @@ def test_a_base_that_nothing_can_be_merged_into():
     planned(quantized)  # the adapter alone
 
 
-UNMERGEABLE = {
-    'tied': (dict(target_modules=['embed_tokens']), 'is tied to a layer'),
-    'tied_parameter': (dict(target_modules=[], target_parameters=['embed_tokens.weight']), 'is tied to a layer'),
-    'trainable_tokens': (dict(trainable_token_indices=[1, 2]), 'TrainableTokensWrapper is not supported'),
-    'mica': (dict(init_lora_weights='mica'), 'Linear is not supported as configured'),
-    'lora_bias': (dict(lora_bias=True), 'Linear is not supported as configured'),
+#: Families and options that peft's own merge_and_unload has, or gets wrong: it changes tied weights twice, or both.
+MORE_MERGED: dict[str, tuple[str, dict[str, Any]]] = {
+    'tied_embeddings': ('qwen2', dict(target_modules=['embed_tokens', 'q_proj'])),
+    'tied_head': ('qwen2', dict(target_modules=['lm_head', 'q_proj'])),
+    'tied_and_both_adapted': ('qwen2', dict(target_modules=['embed_tokens', 'lm_head'])),
+    'tied_parameter': ('qwen2', dict(target_modules=[], target_parameters=['embed_tokens.weight'])),
+    'trainable_tokens': ('llama', dict(trainable_token_indices=[1, 9])),
+    'trainable_tokens_tied': ('qwen2', dict(trainable_token_indices={'embed_tokens': [1, 9]})),
+    'lora_bias': ('qwen2', dict(lora_bias=True, target_modules=['q_proj', 'v_proj'])),
 }
+
+
+@pytest.mark.parametrize('kind', [kind for kind, (family, lora) in MORE_MERGED.items() if can_be_made(family, **lora)])
+def test_what_is_merged_computes_as_in_training(kind, tmp_path):
+    family, lora = MORE_MERGED[kind]
+    model = adapted(family, **lora).eval()
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = model(tokens).logits
+    _, committed = save_folder(model, tmp_path / 'hf_model', lora='merge')
+    assert_loads_clean(committed.path, type(model.get_base_model()))
+    loaded = AutoModelForCausalLM.from_pretrained(committed.path)
+    with torch.no_grad():
+        assert torch.allclose(loaded(tokens).logits, logits, atol=1e-5)
+    is_tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    assert is_tied == (kind in ('trainable_tokens_tied', 'lora_bias'))
+    if 'tied' not in kind:
+        merged_by_peft(model, tmp_path / 'merged')
+        assert_same_folder_tensors(tmp_path / 'merged', committed.path)
+
+
+UNMERGEABLE = {'mica': (dict(init_lora_weights='mica'), 'Linear is not supported as configured')}
+if DORA:
+    UNMERGEABLE['lora_bias_dora'] = (dict(lora_bias=True, **DORA), 'Linear is not supported as configured')
 
 
 @pytest.mark.parametrize('kind', [kind for kind, (lora, _) in UNMERGEABLE.items() if can_be_made('qwen2', **lora)])
