@@ -13,6 +13,7 @@ from xhf_hooks.exporters.lora import LoraExporter, NestedLoraExporter
 from xhf_hooks.exporters.xtuner.llava import LlavaExporter
 from xhf_hooks.exporters.xtuner.reward import RewardExporter
 from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
+from xhf_hooks.exporters.xtuner.v1 import XtunerV1Exporter
 from xhf_hooks.registry import EXPORTERS
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     'NestedLoraExporter',
     'RewardExporter',
     'ShardedMoeExporter',
+    'XtunerV1Exporter',
     'exporter_for',
 ]
 
