@@ -8,6 +8,7 @@
 #     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
 #     bash tools/test.sh --trainers [NAME...]  real trainers, vLLM and LMDeploy (tests/trainers/test_NAME.py), in neither tier
+#                                              (xtuner_v1 needs XTUNER_V1=FOLDER, a clone of InternLM/xtuner)
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
@@ -20,7 +21,7 @@ source tools/env.sh
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
 XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py tests/e2e/xtuner_stack)
-TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers lmdeploy)
+TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers lmdeploy xtuner_v1)
 
 logs=$(mktemp -d)
 # Each background job has its own process group
@@ -176,11 +177,14 @@ case ${1-} in
                 environment=.venv-xtuner-0.1 # its last version that converts without a GPU needs that set
                 make_env "$environment" xtuner-0.1 test
             fi
+            [[ $trainer != xtuner_v1 || -d ${XTUNER_V1-}/xtuner/v1 ]] ||
+                _fail 'xtuner_v1 was not tested: set XTUNER_V1 to the folder of a clone of https://github.com/InternLM/xtuner.'
             make_overlay "$trainer" "$environment"
             (
                 export PYTHONPATH=$PWD/.overlay-$trainer/site-packages
                 # Stands in for the compiled part of torchvision, where torch is a CPU build
                 [[ $trainer != vllm ]] || PYTHONPATH+=:$PWD/tests/e2e/xtuner_stack
+                [[ $trainer != xtuner_v1 ]] || PYTHONPATH+=:$(realpath "$XTUNER_V1")
                 test_with "$environment" "$trainer" "tests/trainers/test_$trainer.py"
             )
         done

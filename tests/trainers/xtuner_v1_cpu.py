@@ -51,11 +51,8 @@ for _name in ('memory_allocated', 'memory_reserved', 'max_memory_allocated', 'ma
 for _name in ('empty_cache', 'reset_peak_memory_stats'):
     setattr(torch.cpu, _name, lambda *args, **options: None)
 torch.cuda.Stream = MagicMock  # type: ignore[misc]
-_tensor = torch.tensor
 
 
-def _tensor_on_cpu(*args: Any, **options: Any) -> torch.Tensor:
-    return _tensor(*args, **{**options, 'device': 'cpu' if options.get('device') == 'cuda' else options.get('device')})
-
-
-torch.tensor = _tensor_on_cpu  # the dispatcher of experts says device='cuda'
+def tensor_on_cpu(*args: Any, make: Any = torch.tensor, **options: Any) -> torch.Tensor:
+    """In place of ``torch.tensor`` while a model is built: its dispatcher of experts says ``device='cuda'``."""
+    return make(*args, **{key: 'cpu' if value == 'cuda' else value for key, value in options.items()})

@@ -394,6 +394,11 @@ class Run:
         return self._saver.preparation
 
     @property
+    def save_in_flight(self) -> Future[CommittedCheckpoint] | None:
+        """The outcome of the save that goes on in the background, equal on all ranks; None if there is none."""
+        return self._saving
+
+    @property
     def _raises(self) -> bool:
         return self._options.on_error == 'raise'
 
