@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
@@ -113,6 +114,15 @@ def _signal_names(option: str, value: Any) -> tuple[str, ...]:
     if not isinstance(names, (list, tuple)) or not all(name in SIGNALS for name in names):
         raise OptionError(option, f'None, or one or more of {SIGNALS}', value)
     return tuple(dict.fromkeys(names))
+
+
+def _iterations(option: str, value: Any) -> tuple[int, ...]:
+    """Iterations in increasing order."""
+    numbers = [*value] if isinstance(value, (list, tuple, range)) else []
+    are_numbers = numbers and all(_is_number(number, int) for number in numbers)
+    if not are_numbers or not all(before < number for before, number in pairwise([0, *numbers])):
+        raise OptionError(option, 'a list of iterations from 1 on, each larger than the one before', value)
+    return tuple(numbers)
 
 
 def _command(option: str, value: Any) -> tuple[str, ...]:
@@ -404,6 +414,7 @@ class CallOptions(SaveOptions):
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
     interval_minutes: ClassVar[float | None] = None
+    save_at: ClassVar[None] = None
     on_saved: ClassVar[None] = None
     on_error: ClassVar[str] = 'raise'
     upload_to: ClassVar[str | None] = None
@@ -442,6 +453,13 @@ class RunOptions(SaveOptions):
         'to ``hf_model``, whatever caused it. All ranks save at the end of the next iteration. For saves by the clock '
         "alone: ``interval=-1`` (``save_strategy='no'`` for Trainer).",
         _minutes,
+    )
+    save_at: Sequence[int] | None = _option(
+        None,
+        'Also save at these iterations, such as ``[1, 2, 4, 8, 16]``, in increasing order. The option counts '
+        'iterations even if ``interval`` counts epochs, and goes on counting after a resume. These saves are kept as '
+        'others are: ``max_keep_ckpts=-1`` (``save_total_limit=None`` for Trainer) keeps all of them.',
+        _iterations,
     )
     save_last: bool = _option(
         True,
@@ -504,6 +522,14 @@ class RunOptions(SaveOptions):
         "When a save fails: 'continue' (log the error and go on training) or 'raise'.",
         _one_of('continue', 'raise'),
     )
+
+    def is_saved_at(self, iteration: int) -> bool:
+        """Whether ``save_at`` names this iteration."""
+        return iteration in (self.save_at or ())
+
+    def saves_at_until(self, last: int) -> bool:
+        """Whether ``save_at`` names an iteration up to the last one."""
+        return self.save_at is not None and self.save_at[0] <= last
 
     def __post_init__(self) -> None:
         super().__post_init__()

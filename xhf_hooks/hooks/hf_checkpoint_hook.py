@@ -79,6 +79,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         self._best = None if lacks_scores else self._best_metric()  # anew: it keeps the scores of one training
         self._scores, self._has_compared = {}, False
         is_asked = bool(options.save_on_signal) or options.interval_minutes is not None
+        is_asked |= options.saves_at_until(runner.max_iters)
         saves_anyway = options.save_last or self._best is not None or is_asked
         check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
         unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=options.ema, log=log)
@@ -131,7 +132,8 @@ class HFCheckpointHook(RunFrontend, Hook):
         step = Step.of_iteration(runner.iter + 1)
         self.run.poll_background()
         schedule = self._schedule
-        if not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin):
+        is_due = not schedule.by_epoch and self.every_n_train_iters(runner, schedule.interval, schedule.save_begin)
+        if is_due or self.options.is_saved_at(step.iteration):
             self.run.save(step)
         self.run.save_if_requested(step)
 

@@ -92,7 +92,8 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.run.poll_background()
         every = self.options.save_steps or state.save_steps
-        if self.options.save_strategy == 'steps' and state.global_step % every == 0:
+        is_due = self.options.save_strategy == 'steps' and state.global_step % every == 0
+        if is_due or self.options.is_saved_at(state.global_step):
             self._save(args, state, control)
         self.run.save_if_requested(_step(state), remember_weights=_may_reload(args, control))
 
@@ -141,6 +142,7 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
         every = self.options.save_steps or state.save_steps
         is_late = self.options.save_strategy == 'steps' and every > state.max_steps
         is_asked = bool(self.options.save_on_signal) or self.options.interval_minutes is not None
+        is_asked |= self.options.saves_at_until(state.max_steps)
         saves_anyway = self.options.save_last or is_asked or self._saves_best(args)
         if (is_late or self._when(args, state) is None) and not saves_anyway:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"

@@ -129,6 +129,8 @@ def occasions_of(
 ) -> list[str]:
     """Everything that triggers a save, for the log."""
     found = [] if schedule is None else [schedule]
+    if options.save_at:
+        found.append(f'at iterations {some([*map(str, options.save_at)])}')
     if options.interval_minutes is not None:
         found.append(f'{options.interval_minutes:g} minutes after the last save')
     if options.save_last:

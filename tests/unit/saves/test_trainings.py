@@ -1,18 +1,30 @@
 """Several trainings into one folder: each keeps its own saves for good (``keep_every``), and a resumed one goes on."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from signal import SIGKILL
+from typing import Any
 
 import pytest
 import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from transformers import TrainerCallback
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.launch import start_process
 from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
+
+#: Iterations at which to save. The run is killed at another one, and resumed from a checkpoint of iteration 30.
+SAVE_AT = [1, 2, 4, 8, 16, 32, 64]
+KILLED_AT = 37
 
 
 def by_trainer(root: Path, every: int, until: int, *, resume: bool) -> None:
@@ -55,3 +67,52 @@ def test_each_training_keeps_its_own_saves_for_good(tmp_path, monkeypatch, front
     }
     runs = Counter(json.loads((path / 'xhf_manifest.json').read_text())['commit']['run'] for path in folders)
     assert sorted(runs.values()) == [2, 2]
+
+
+class KillTrainer(TrainerCallback):
+    """Kills the process when ``KILLED_AT`` steps are done."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == KILLED_AT:
+            os.kill(os.getpid(), SIGKILL)
+
+
+@HOOKS.register_module()
+class KillRunner(Hook):
+    """The same in MMEngine's runs."""
+
+    def after_train_iter(self, runner: Any, *others: Any, **more: Any) -> None:
+        if runner.iter + 1 == KILLED_AT:
+            os.kill(os.getpid(), SIGKILL)
+
+
+def save_at_by_trainer(root: Path, *, resume: bool) -> None:
+    saves = dict(save_strategy='no', save_at=SAVE_AT, save_total_limit=None, save_last=False, on_error='raise')
+    with doors.fresh_accelerate():
+        own = dict(save_strategy='steps', save_steps=10, max_steps=70, ddp_backend=None)
+        trainer = doors.make_trainer(root, saves, *([] if resume else [KillTrainer()]), **own)
+        trainer.train(resume_from_checkpoint=resume or None)
+
+
+def save_at_by_mmengine(root: Path, *, resume: bool) -> None:
+    saves = dict(interval=-1, save_at=SAVE_AT, max_keep_ckpts=-1, save_last=False, on_error='raise')
+    saves['out_dir'] = str(root / 'hf_model')
+    checkpoint = dict(type='CheckpointHook', interval=10, by_epoch=False)
+    hooks = [] if resume else [dict(type='KillRunner')]
+    how: dict[str, Any] = dict(hook=saves, checkpoint=checkpoint, hooks=hooks, stage=None, max_iters=70, resume=resume)
+    train(run_config(root / 'work', **how))
+
+
+@pytest.mark.parametrize('frontend', [save_at_by_trainer, save_at_by_mmengine], ids=lambda one: one.__name__)
+def test_iterations_of_save_at_are_there_after_a_kill_and_a_resume(tmp_path, monkeypatch, frontend):
+    """The resumed run counts on, and the iteration that both have saved is there as the resumed run saved it."""
+    killed = start_process(partial(frontend, resume=False), tmp_path)
+    killed.join()
+    assert killed.exitcode == -SIGKILL
+    assert sorted(map(assert_whole, tmp_path.glob('hf_model*'))) == [1, 2, 4, 8, 16, 32]
+    monkeypatch.setattr(
+        torch, 'load', lambda *args, load=torch.load, **how: load(*args, **{**how, 'weights_only': False})
+    )
+    frontend(tmp_path, resume=True)
+    found = {path.name: assert_whole(path) for path in tmp_path.glob('hf_model*')}
+    assert found == {'hf_model': 64, **{f'hf_model_iter_{number}': number for number in SAVE_AT[:-1]}}
