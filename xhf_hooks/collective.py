@@ -71,7 +71,7 @@ class Collective:
         self._in_flight: Any = None  # of start_maxima()
         self._timeout = timedelta(seconds=timeout_secs)
         self._remembered: tuple[str, Exception] | None = None
-        self._is_shared = False
+        self._shared_as: str | None = None  # its use, if it is shared
         self._meeting = ''  # the store's prefix under which ranks met, new at each connection
         self._n_ensured = 0  # calls of ensure_connected()
 
@@ -93,20 +93,31 @@ class Collective:
         return collective
 
     @classmethod
-    def shared(cls) -> Collective:
-        """The collective of this process's default group: created by the first call, shared until that group ends.
+    def shared(cls, use: str = 'saves') -> Collective:
+        """A collective of this process's default group: created by the first call, shared until that group ends.
 
         Runs on: all ranks. For repeated callers: :meth:`close` leaves it open.
+
+        Args:
+            use: What it is shared for: each use has its own.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls.connect()
-        found = _SHARED.get(dist.group.WORLD)
+        of_group = _SHARED.setdefault(dist.group.WORLD, {})
+        found = of_group.get(use)
         if found is None:
-            found = _SHARED[dist.group.WORLD] = cls.connect()
-            found._is_shared = True
+            found = of_group[use] = cls.connect()
+            found._shared_as = use
         else:
             found.ensure_connected()
         return found
+
+    @classmethod
+    def abandon_shared(cls) -> None:
+        """Close the connections of all shared ones, as :meth:`abandon`."""
+        if dist.is_available() and dist.is_initialized():
+            for one in [*_SHARED.get(dist.group.WORLD, {}).values()]:
+                one.abandon()
 
     @property
     def is_connected(self) -> bool:
@@ -149,8 +160,8 @@ class Collective:
             raise RankLostError(
                 f'rank {self.rank} lost contact with the other ranks, and could not connect again: {error}'
             ) from error
-        if self._is_shared and dist.group.WORLD is not None:
-            _SHARED[dist.group.WORLD] = self
+        if self._shared_as is not None and dist.group.WORLD is not None:
+            _SHARED.setdefault(dist.group.WORLD, {})[self._shared_as] = self
 
     def raise_if_any_failed(self, stage: str) -> None:
         """Raise the same error on every rank if any rank remembers one. Runs on: all ranks.
@@ -301,7 +312,7 @@ class Collective:
 
     def close(self) -> None:
         """Destroy the group; a shared one stays open. Waits for no rank: those that still wait for this one fail."""
-        if not self._is_shared:
+        if self._shared_as is None:
             self.abandon()
 
     def abandon(self) -> None:
@@ -320,8 +331,8 @@ class Collective:
             with contextlib.suppress(ValueError):  # destroyed with the default group, as in a notebook
                 dist.destroy_process_group(group)
             del group, backend  # in this order
-        if self._is_shared and dist.group.WORLD is not None:
-            _SHARED.pop(dist.group.WORLD, None)
+        if self._shared_as is not None and dist.group.WORLD is not None:
+            _SHARED.get(dist.group.WORLD, {}).pop(self._shared_as, None)
 
     def _all_reduce(self, values: np.ndarray, operation: str, stage: str) -> np.ndarray:
         if self.world_size == 1 or values.size == 0:
@@ -398,5 +409,5 @@ class Collective:
             raise RankLostError(f'{what}; it waits at most {secs:.0f} s for them: {error}') from error
 
 
-#: Made by :meth:`Collective.shared`; kept as long as the process group exists.
-_SHARED: WeakKeyDictionary[dist.ProcessGroup, Collective] = WeakKeyDictionary()
+#: Made by :meth:`Collective.shared`, by their use; kept as long as the process group exists.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Collective]] = WeakKeyDictionary()

@@ -395,6 +395,13 @@ class SaveOptions(_Options):
         'the folder has a card already: peft writes one for adapters. False: write none.',
         _switch,
     )
+    async_save: bool = _option(
+        False,
+        'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
+        'large as the data that the rank writes. If the next save is due before the files are written, it waits. '
+        '``save_hf`` then returns a handle with ``result(timeout)`` and ``done()``.',
+        _switch,
+    )
     keep_every: int | None = _option(
         None,
         'Besides the newest saves (``max_keep_ckpts``, ``upload_keep``), keep the first save of every so many '
@@ -407,10 +414,9 @@ class SaveOptions(_Options):
 
 @dataclass(eq=False)
 class CallOptions(SaveOptions):
-    """Options of ``save_hf``, which blocks until the save is committed and raises its errors."""
+    """Options of ``save_hf``, which raises the errors of its save, or hands them to the handle of one in flight."""
 
     save_last: ClassVar[bool] = False
-    async_save: ClassVar[bool] = False
     exit_wait_secs: ClassVar[float] = 600.0
     save_on_signal: ClassVar[tuple[str, ...]] = ()
     interval_minutes: ClassVar[float | None] = None
@@ -464,12 +470,6 @@ class RunOptions(SaveOptions):
     save_last: bool = _option(
         True,
         'Also save when training ends, unless the last weights are saved already.',
-        _switch,
-    )
-    async_save: bool = _option(
-        False,
-        'Copy the weights to host memory, then write the files while training goes on. The copy on each rank is as '
-        'large as the data that the rank writes. If the next save is due before the files are written, it waits.',
         _switch,
     )
     save_on_signal: str | Sequence[str] | None = _option(

@@ -19,9 +19,11 @@ from mmengine.registry import HOOKS
 from transformers import TrainerCallback
 
 from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.converted import assert_same_files
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
+from tests.helpers.runs.engines import train_one_step, zero_engine
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
@@ -48,8 +50,9 @@ def slow_disk(write_secs: float = WRITE_SECS) -> Iterator[None]:
 
 
 def groups() -> int:
-    """How many process groups this process has, with the one that calls of ``save_hf`` share. Runs on: all ranks."""
-    Collective.shared()
+    """How many process groups this process has, with those that calls of ``save_hf`` share. Runs on: all ranks."""
+    for use in ('saves', 'background'):
+        Collective.shared(use)
     return len(dist.distributed_c10d._world.pg_map)
 
 
@@ -144,6 +147,31 @@ def call_again(root: Path) -> list[Any]:
     return [*told, assert_whole(committed.path), groups() == before]
 
 
+def handle_again(root: Path) -> list[Any]:
+    """``save_hf`` in the background: a save, one that fails on rank 1, and one. Runs on: all ranks."""
+    model, folder = zero_engine(odd_llama(bf16=True), 3), root / 'hf_model'
+    before = groups()
+    save_hf(model, root / 'expected', step=1)
+    with slow_disk():
+        handle = save_hf(model, folder, step=1, async_save=True)
+        goes_on = not handle.done()
+        train_one_step(model)
+        committed = handle.result()
+    told: list[Any] = [goes_on, committed.step.iteration, str(committed.path), committed.cost.nbytes]
+    told.append(committed.cost.stalled_secs < committed.cost.seconds - WRITE_SECS)
+    broken = mock.Mock(side_effect=OSError(5, 'injected'))
+    with mock.patch.object(Writer, 'finish', broken if dist.get_rank() == 1 else Writer.finish):
+        handle = save_hf(model, folder, step=2, async_save=True)
+        told.append(error_of(handle.result))
+    told.append(save_hf(model, root / 'after', step=3, async_save=True).result().step.iteration)
+    with mock.patch.object(Saver, 'start', side_effect=KeyboardInterrupt):
+        told.append(raised_by(lambda: save_hf(model, root / 'after', step=4, async_save=True)))
+    dist.barrier()
+    told.append(save_hf(model, root / 'after', step=5, async_save=True).result().step.iteration)
+    model.destroy()
+    return [*told, groups() - before]
+
+
 def never_closed(root: Path) -> list[bool]:
     """Whether the model of a run that raised is still in memory, with all that works beside it. Runs on: all ranks."""
     Interrupt.errors, Interrupt.models = [RuntimeError('training failed')], []
@@ -158,13 +186,19 @@ def never_closed(root: Path) -> list[bool]:
     return [model() is not None for model in Interrupt.models]
 
 
-SCENARIOS = {'trainer': trainer_again, 'runner': runner_again, 'call': call_again, 'never_closed': never_closed}
+SCENARIOS = {
+    'handle': handle_again,  # before runs that close their process groups in a thread
+    'trainer': trainer_again,
+    'runner': runner_again,
+    'call': call_again,
+    'never_closed': never_closed,
+}
 
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('again')
-    return run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 2)
+    return run_scenarios({name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}, 2, root=root)
 
 
 def test_trainer_again(results):
@@ -181,6 +215,19 @@ def test_runner_again(results):
 
 def test_save_hf_again(results):
     assert check(results, 'call') == [[True] * 5 + [7, True]] * 2
+
+
+def test_the_handle_of_a_save_has_the_same_outcome_on_all_ranks(results):
+    """Training has changed the weights before they were written. All such saves share a process group."""
+    folder = results.folder('handle')
+    assert_same_files(folder / 'hf_model', folder / 'expected')
+    one, other = check(results, 'handle')
+    assert one == other
+    goes_on, step, path, nbytes, is_short, error, after, interrupted, last, n_more_groups = one
+    assert goes_on and is_short and nbytes > 0
+    assert (step, path, after, last) == (1, str(folder / 'hf_model'), 3, 5)
+    assert error.startswith('AgreedError') and 'failed on rank 1: OSError' in error
+    assert interrupted == 'KeyboardInterrupt: ' and n_more_groups == 0
 
 
 def test_the_model_of_a_run_that_was_never_closed_is_not_kept_in_memory(results):

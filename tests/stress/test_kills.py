@@ -24,6 +24,7 @@ from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import HANG_SECS, start_process
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -40,6 +41,7 @@ class Kind:
         zero3: Whether DeepSpeed partitions parameters; otherwise every rank has all of them.
         victims: 'all' or 'one' (a random rank).
         with_all: Whether the run also uploads, keeps some saves for good, and saves on SIGTERM.
+        by_calls: Whether a loop of its own saves, by calls of ``save_hf``.
     """
 
     writer: str
@@ -48,9 +50,11 @@ class Kind:
     signal: signal.Signals
     victims: str
     with_all: bool = False
+    by_calls: bool = False
 
     def __str__(self) -> str:
         way = f'{self.writer}{"_async" if self.in_background else ""}{"_with_all" if self.with_all else ""}'
+        way += '_by_calls' if self.by_calls else ''
         return f'{way}_{"zero3" if self.zero3 else "whole"}_{self.signal.name}_{self.victims}'
 
 
@@ -133,7 +137,7 @@ def _live(parent: Path, kind: Kind, first: int, max_keep: int, rank: int, store:
     """One rank. Ends when it is killed, or after reporting the loss of another rank."""
     join_group(rank, store)
     try:
-        _save_for_ever(parent, kind, first, max_keep, connection)
+        (_call_for_ever if kind.by_calls else _save_for_ever)(parent, kind, first, max_keep, connection)
     except XhfError as error:
         connection.send(('error', f'{type(error).__name__}: {error}'))
     except BaseException as error:
@@ -161,6 +165,20 @@ def _save_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connecti
         saves.save_if_requested(iteration(number))
 
 
+def _call_for_ever(parent: Path, kind: Kind, first: int, max_keep: int, connection: Connection) -> None:
+    model = tiny_model(kind.zero3)
+    how = dict(writer=kind.writer, bucket_size=20_000, max_shard_size=10_000, max_keep_ckpts=max_keep)
+    for number in itertools.count(first):
+        fill(model, weight_of(number))
+        connection.send(('began', number))
+        made = save_hf(model, parent / NAME, step=number, async_save=kind.in_background, **how)
+        if kind.in_background:
+            connection.send(('copied', number))
+            fill(model, -1)  # training goes on
+            made.result()
+        connection.send(('committed', number))
+
+
 def store_of(parent: Path) -> Path:
     """Where runs in this folder upload their saves to."""
     return parent.with_name(f'{parent.name}.uploads')
@@ -178,6 +196,9 @@ KINDS = [
     Kind('positional', False, False, SIGTERM, 'all'),
     Kind('parallel', True, False, SIGTERM, 'all'),
     Kind('positional', True, True, SIGTERM, 'one'),
+    Kind('positional', True, True, SIGKILL, 'all', by_calls=True),
+    Kind('positional', True, False, SIGTERM, 'all', by_calls=True),
+    Kind('stream', True, False, SIGKILL, 'one', by_calls=True),
 ]
 
 

@@ -105,11 +105,14 @@ class RunEnd:
         self._tasks: list[Task] = []
         self._last = ExitStack()
         self._deadline: float | None = None
+        self._has_ended = False
         self._given_up: set[str] = set()  # names of tasks that were logged as not finished
         self._closing = threading.RLock()
 
     def begin(self) -> None:
         """Close earlier runs that have a folder or a signal of this one; then this run is open.
+
+        A save that ``save_hf`` has in flight in the folder is waited for.
 
         Raises:
             TargetError: Another hook of this run has the folder, or a call of ``save_hf`` that has not ended.
@@ -125,12 +128,13 @@ class RunEnd:
                     f'another hook of this run already saves to {min(both)}: is it listed twice in custom_hooks (or '
                     f'callbacks)? If both are meant, set out_dir of one of them'
                 )
-            if both and other._trainer is None:
+            if both and other._trainer is None and not other.has_tasks:
                 raise TargetError(
                     f'{min(both)} is in use by another run of this process; set out_dir to a folder of another name'
                 )
             if not is_same:
-                self._log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
+                if other._trainer is not None:
+                    self._log.warning(f'{min(other._places)}: an earlier run was interrupted and is now closed')
                 other.close()
         RunEnd._open.append(self)
 
@@ -231,6 +235,8 @@ class RunEnd:
         if not self.is_of_this_process:
             return
         with self._closing:  # the next run waits here for one that the garbage collector closes
+            if self._has_ended:  # another process may have the folder by now
+                return
             self.is_closed = self.is_closed or not process_ends
             for task in self._tasks:
                 if not task.must_finish:
@@ -255,6 +261,7 @@ class RunEnd:
             if self in RunEnd._open and not process_ends:
                 RunEnd._open.remove(self)
                 self._last.close()
+                self._has_ended = True
 
     def close_in_thread(self) -> None:
         """Called by the garbage collector, which must not wait, when the run is garbage."""

@@ -1,9 +1,10 @@
-"""One save by one call, for a training loop of your own."""
+"""One save by one call, for a training loop of your own: made by the call, or in the background."""
 
 from __future__ import annotations
 
-import logging
+import math
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,40 @@ from xhf_hooks.options import (
 )
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.saves.kept_plan import KeptPlan
 from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.telemetry import RunLog
 from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.system.threads import wait_until
+
+
+class SaveHandle:
+    """A save in flight, which ``save_hf(..., async_save=True)`` has begun.
+
+    If it is dropped, the save is made all the same, and its outcome is logged.
+    """
+
+    def __init__(self, outcome: Future[CommittedCheckpoint], end: RunEnd) -> None:
+        self._outcome, self._end = outcome, end
+
+    def done(self) -> bool:
+        """Whether the save has ended, committed or failed. Ranks see it a moment apart."""
+        return self._outcome.done()
+
+    def result(self, timeout: float | None = None) -> CommittedCheckpoint:
+        """Wait for the save, and return what was committed. Needs no other rank.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Raises:
+            TimeoutError: The save has not ended by then. It goes on.
+            XhfError: The save failed; the same on every rank, and the previous save is untouched.
+        """
+        if not wait_until(self._outcome.done, math.inf if timeout is None else timeout):
+            raise TimeoutError(f'the save has not ended within {timeout:g} s, and goes on')
+        self._end.close()  # it may be under way in a thread: from now on, another process may save there
+        return self._outcome.result()
 
 
 @documents_options(CallOptions)
@@ -47,7 +78,8 @@ def save_hf(
     bucket_size: int | str = '128MB',
     writer: WriterName = 'auto',
     verify: VerifyLevel = 'sizes',
-) -> CommittedCheckpoint:
+    async_save: bool = False,
+) -> Any:  # a CommittedCheckpoint or a SaveHandle: of a union, callers could use neither without telling them apart
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
     The same save as HFCheckpointHook's, with the same option names. Errors that can be detected early are raised
@@ -61,7 +93,7 @@ def save_hf(
     Returns:
         The committed save: ``path``, ``step``, ``cost`` (``nbytes``, ``seconds``, memory) and ``warnings``, which are
         also logged. The same on every rank except for seconds; only rank 0 has warnings about files other than
-        weights.
+        weights. With ``async_save``, a handle of the save in flight (:class:`SaveHandle`).
 
     Raises:
         OptionError: An option has a bad value, or does not apply to this model.
@@ -84,15 +116,20 @@ def save_hf(
         bucket_size=bucket_size,
         writer=writer,
         verify=verify,
+        async_save=async_save,
     )
+    _wait_for_save_in_flight()
     number, path = options.step or 0, path.absolute()
     committed: list[CommittedCheckpoint] = []
     collective = Collective.shared()  # connects to all ranks at the first call
-    said = _SAID.setdefault(path, set())
-    log = RunLog(logging.getLogger('xhf_hooks'), 'save_hf', only_errors=collective.rank != 0, said=said)
     try:
+        kept = KeptPlan.of(model, collective)
+        log = kept.log
+        log.said = kept.said
         info = RunInfo(path, schedule='now')
-        run = Run.open(unwrap(model), info, options, log, on_committed=committed.append, collective=collective)
+        run = Run.open(
+            unwrap(model), info, options, log, on_committed=committed.append, collective=collective, kept=kept
+        )
         run.newest.is_for_save_hf = True
         log.said = None  # what a save finds, such as NaN, is logged each time
         try:
@@ -100,18 +137,31 @@ def save_hf(
                 if collective.rank == 0:
                     _require_no_other_writer(run.newest)
             run.save(Step.of_iteration(number), call_began=began)
-        finally:
+        except BaseException:
             run.close()
+            raise
+        if options.async_save:
+            outcome, end = run.close_after_save()
+            _IN_FLIGHT.append(end)
+            return SaveHandle(outcome, end)
+        run.close()
     except SharedError:
         raise
     except BaseException:  # Ctrl-C in a notebook: the next call must not begin in the middle of this one
-        collective.abandon()
+        Collective.abandon_shared()
         raise
     return committed[0]
 
 
-#: By folder: what this process's calls have logged, such as what is saved and how.
-_SAID: dict[Path, set[str]] = {}
+#: What closes the run of the last call in the background.
+_IN_FLIGHT: list[RunEnd] = []
+
+
+def _wait_for_save_in_flight() -> None:
+    """Wait for the save of an earlier call, whose outcome is logged, and close its run."""
+    for end in [*_IN_FLIGHT]:
+        end.close()
+        _IN_FLIGHT.remove(end)
 
 
 def _require_no_other_writer(target: CheckpointFolder) -> None:

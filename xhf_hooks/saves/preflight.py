@@ -48,12 +48,13 @@ def preflight(
                 remove_leftovers_in=info.remove_leftovers_in,
                 may_replace=info.may_replace,
             )
-            _find_tokenizer(saver, info.tokenizer)
-            for warning in _write_assets_on_trial(saver, targets[0]):
-                log.warn_before_training(warning)
+            if not saver.is_planned_before:
+                _find_tokenizer(saver, info.tokenizer)
+                for warning in _write_assets_on_trial(saver, targets[0]):
+                    log.warn_before_training(warning)
         if uploads is not None:
             uploads.prepare()
-    if saver.background is not None:
+    if saver.background is not None and not saver.is_planned_before:
         with collective.stage('preflight'):
             reserved_nbytes = saver.reserve_snapshot()
         log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')

@@ -25,6 +25,8 @@ from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
+from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.kept_plan import KeptPlan
 from xhf_hooks.saves.preflight import log_preparations, occasions_of, preflight
 from xhf_hooks.saves.preparation import Preparation
 from xhf_hooks.saves.run_info import RunInfo
@@ -87,6 +89,7 @@ class Run:
         on_committed: Callable[[CommittedCheckpoint], None] = lambda committed: None,
         on_result: Callable[[Step, Mapping[str, float]], None] = lambda step, numbers: None,
         collective: Collective | None = None,
+        kept: KeptPlan | None = None,
     ) -> Run:
         """Check that saves will work, lock their folders, and start the threads that make them.
 
@@ -98,6 +101,7 @@ class Run:
                 command of ``on_saved`` printed for it.
             collective: Connects the ranks; closed with this run. ``save_hf`` gives the one that all its calls share
                 (:meth:`.Collective.shared`), whose ``close`` does nothing. None connects the ranks anew.
+            kept: What calls of ``save_hf`` for this model share; None for a hook or callback.
 
         Raises:
             XhfError: Saves will not work; the same on every rank.
@@ -124,10 +128,11 @@ class Run:
                 options,
                 collective,
                 log,
-                strategy=choose_strategy(log, options.writer, newest.path, collective),
+                strategy=_choose_strategy(log, options.writer, newest.path, collective, kept),
                 in_background=options.async_save,
                 stays_cached=options.on_saved is not None,
                 after_commit=after_saves.handle_commit,
+                kept=kept,
             )
             for close in saver.closers():
                 end.do_last(close)
@@ -142,7 +147,8 @@ class Run:
             run = cls(saver, newest, extra_targets, options, end, after_saves, on_committed, on_result)
             end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
             with collective.stage('log preparations'):
-                log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
+                if not saver.is_planned_before:
+                    log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
         except BaseException:
             end.close()
             raise
@@ -198,7 +204,7 @@ class Run:
                 self._end.reset_wait_deadline()
                 if self._options.async_save:
                     log_outcome = partial(self._log_outcome, step)
-                    self._saving = self._saver.start(target, step, manifest_fields, log_outcome)
+                    self._saving = self._saver.start(target, step, manifest_fields, log_outcome, call_began)
                     self.saving_to = target
                 else:
                     committed = self._saver.save(target, step, manifest_fields, call_began)
@@ -382,6 +388,14 @@ class Run:
             self.wait_for_background_save()
         self._end.signals.answer(self._end)
 
+    def close_after_save(self) -> tuple[Future[CommittedCheckpoint], RunEnd]:
+        """Have this run closed once the save in flight has ended; returns its outcome, and what closes the run."""
+        outcome, end = self._saving, self._end
+        if outcome is None:
+            raise ValueError('expected a save in the background')
+        outcome.add_done_callback(lambda _: end.close_in_thread())  # not in the thread that saves: close() waits for it
+        return outcome, end
+
     def raise_or_log(self, error: XhfError, what: str) -> None:
         """Raise or log an error, depending on ``on_error``. Rank 0 alone logs what all ranks share."""
         if self._raises:
@@ -423,3 +437,19 @@ class Run:
         self._has_saved = True
         with self.log.logging_errors_of_callbacks(committed.step):
             self._on_committed(committed)
+
+
+def _choose_strategy(
+    log: RunLog, writer: str, folder: Path, collective: Collective, kept: KeptPlan | None
+) -> WriteStrategy:
+    """Which rank writes what: as in the last call of ``save_hf``, if its folder was beside this one on all ranks."""
+    known = None if kept is None else kept.strategy(writer, folder.parent)
+    if kept is not None:
+        name = collective.from_rank0('preflight', lambda: folder.name)
+        if collective.vote_any(known is None or name != folder.name, 'preflight'):
+            known = None
+    if known is None:
+        known = choose_strategy(log, writer, folder, collective)
+    if kept is not None:
+        kept.keep_strategy(known, writer, folder.parent)
+    return known

@@ -34,6 +34,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
+from xhf_hooks.saves.kept_plan import KeptPlan
 from xhf_hooks.saves.preparation import Preparation, bucket_nbytes_of, prepare_saves
 from xhf_hooks.saves.save_in_flight import SaveInFlight
 from xhf_hooks.saves.telemetry import Progress, RunLog, SaveClock, warn_of_left_out
@@ -58,9 +59,11 @@ class Saver:
         unwrapped: The bare model (``.model``), and what has its tensors (``.root``), such as an FSDP1 wrapper.
         source: Gives the model's tensors; made again at each save.
         preparation: The plan and what it was made from; made again when the model's tensors or config change.
+        is_planned_before: Whether an earlier call of ``save_hf`` has planned and checked these saves.
         background: The thread of saves that :meth:`start` begins; None if :meth:`start` will not be used.
         background_collective: Connects the ranks for that thread: meanwhile the thread that trains uses another one,
             also while it waits for a save.
+        kept: What calls of ``save_hf`` for this model share; None for a hook or callback.
         tokenizer: Written beside the weights. Set it on rank 0.
         eos_token_ids: Added to generation_config.json. Set them on rank 0.
     """
@@ -79,6 +82,8 @@ class Saver:
     memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     tokenizer: Any | None = None
     eos_token_ids: Sequence[int] = ()
+    is_planned_before: bool = False
+    kept: KeptPlan | None = None
 
     @classmethod
     def prepare(
@@ -92,6 +97,7 @@ class Saver:
         in_background: bool = False,
         stays_cached: bool = False,
         after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
+        kept: KeptPlan | None = None,
     ) -> Saver:
         """Plan the saves of a model, and start the threads that make them.
 
@@ -103,25 +109,35 @@ class Saver:
             stays_cached: Leave the files in the page cache, for a program that reads them at once.
             after_commit: Called on all ranks after each commit, in the thread that saves. If it communicates, it starts
                 with a vote.
+            kept: What calls of ``save_hf`` for this model share: its plan serves again if it fits on all ranks.
 
         Raises:
             AgreedError: The model cannot be exported; the message has the reason.
             RanksDifferError: Ranks hold different models.
         """
-        with collective.stage('plan'):
+        with collective.stage('plan') as must_plan:
             source = source_for(unwrapped.root)
-            prepared = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
+            found = None if kept is None else kept.preparation(unwrapped, source, options, strategy)
+            must_plan.is_set = found is None
+        with collective.stage('plan'):
+            if found is None or must_plan.is_set:  # on all ranks, if one has to
+                found = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
         background: BackgroundTask[SaveInFlight] | None = None
         if in_background:
             background = BackgroundTask('a save in the background', SaveInFlight.save, must_finish=True)
-        background_collective = Collective.connect() if in_background else None
+        background_collective = None
+        if in_background:
+            background_collective = Collective.connect() if kept is None else Collective.shared('background')
         with collective.stage('start threads'):
             pending_nbytes = bucket_nbytes_of(options)  # one bucket waits for the disk while the next one is gathered
             writer = Writer.start(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
             if background is not None:
                 background.start()
-        how = (strategy, after_commit, source, prepared, writer, background, background_collective)
+        how = (strategy, after_commit, source, found, writer, background, background_collective)
         saver = cls(unwrapped, options, collective, log, *how)
+        if kept is not None:
+            saver.kept, saver.memory, saver.is_planned_before = kept, kept.memory, not must_plan.is_set
+            saver.tokenizer, saver.eos_token_ids = kept.tokenizer()
         # A run that is never closed ends its thread when it is garbage (see also the end of Run.open)
         weakref.finalize(saver, writer.close).atexit = False
         return saver
@@ -183,6 +199,7 @@ class Saver:
         step: Step,
         manifest_fields: Mapping[str, Any] | None = None,
         report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], None] = lambda *outcome: None,
+        call_began: float | None = None,
     ) -> Future[CommittedCheckpoint]:
         """Compare replicas and copy what to save, while training waits; then write and commit it in the background.
 
@@ -191,6 +208,7 @@ class Saver:
         Args:
             manifest_fields: Fields of the manifest for this save only.
             report_outcome: Called in the background thread with the committed save, or with the error.
+            call_began: As in :meth:`save`.
 
         Returns:
             A future of the save's outcome: all ranks succeed, or all fail. It resolves after ``report_outcome``.
@@ -201,7 +219,7 @@ class Saver:
         with self.collective.stage('plan, compare and copy'):
             if self.background is None or self.background_collective is None:
                 raise ValueError('expected a Saver that was prepared with in_background=True')
-            save = self._begin(target, step, manifest_fields or {})
+            save = self._begin(target, step, manifest_fields or {}, call_began)
             save.copy(self.memory, self.background_collective)
             in_flight = SaveInFlight(step, save.write_and_commit, report_outcome)
         self.background.add(in_flight)
@@ -235,7 +253,9 @@ class Saver:
 
     def closers(self) -> list[Callable[[], None]]:
         """What :meth:`close` calls. None of it refers to this object, or to the model."""
-        found: list[Callable[[], None]] = [self.writer.close, self.memory.free]
+        found: list[Callable[[], None]] = [self.writer.close]
+        if self.kept is None:  # else the next call uses it again
+            found.append(self.memory.free)
         if self.background is not None:
             found.append(self.background.close)
         if self.background_collective is not None:
@@ -257,6 +277,8 @@ class Saver:
             self.preparation = prepare_saves(
                 self.unwrapped, self.source, self.options, self.strategy, self.collective, self.log, in_background
             )
+        if self.kept is not None:
+            self.kept.keep(self.preparation, self.options, self.strategy, self.tokenizer, self.eos_token_ids)
         save = Save(self, target, step, manifest_fields, clock)
         save.compare()
         return save

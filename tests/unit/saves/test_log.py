@@ -126,10 +126,10 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
 def test_calls_do_not_repeat_what_an_earlier_one_has_said(tmp_path, caplog):
     """But what became of the save, and another plan."""
     caplog.set_level(logging.INFO)
-    n_lines = []
+    n_lines, model = [], llama()
     for dtype in (None, None, 'bfloat16'):
         caplog.clear()
-        save_hf(llama(), tmp_path / 'hf_model', dtype=dtype)
+        save_hf(model, tmp_path / 'hf_model', dtype=dtype)
         n_lines.append([caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_0')])
     assert n_lines == [[1, 1, 1], [0, 0, 1], [1, 0, 1]]
 
@@ -154,7 +154,7 @@ def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypa
     chosen, deleted = run.choose_strategy, sibling_folders.remove_tree
     monkeypatch.setattr(run, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
     monkeypatch.setattr(sibling_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
-    for _ in range(2):
+    for _ in range(2):  # of two models
         cost = save_hf(llama(), tmp_path / 'hf_model').cost
     assert list(cost.stage_secs)[:2] == ['preflight', 'plan']
     assert cost.stage_secs['preflight'] > 0.3 and cost.stage_secs['commit'] > 0.3

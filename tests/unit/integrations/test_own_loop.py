@@ -1,0 +1,179 @@
+"""save_hf in a loop: it plans once for a model, and with async_save it hands out the save in flight."""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.helpers.checks.assert_intact import assert_whole
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.models.zoo.llamas import llama, odd_llama
+from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.runs.engines import open_run
+from tests.helpers.runs.tiny_checkpoint import iteration
+from xhf_hooks import save_hf
+from xhf_hooks.errors import AgreedError
+from xhf_hooks.saves import save
+from xhf_hooks.writers.writer import Writer
+
+
+def change(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+@pytest.fixture
+def planned(monkeypatch) -> mock.Mock:
+    """Counts how often saves are planned."""
+    spy = mock.Mock(side_effect=save.prepare_saves)
+    monkeypatch.setattr(save, 'prepare_saves', spy)
+    return spy
+
+
+@pytest.fixture
+def disk(monkeypatch) -> threading.Event:
+    """Nothing is written completely before it is set."""
+    may_write, finish = threading.Event(), Writer.finish
+    monkeypatch.setattr(Writer, 'finish', lambda self: (may_write.wait(HANG_SECS), finish(self))[1])
+    return may_write
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_calls_for_one_model_plan_once(tmp_path, planned, caplog, async_save):
+    """Also into other folders; each has the weights of its call."""
+    model, made = odd_llama(lora=True), []
+    caplog.set_level('INFO')
+    for step in (1, 2, 3):
+        change(model)
+        made.append(save_hf(model, tmp_path / f'step_{step}', step=step, lora='merge', async_save=async_save))
+        expected = copy.deepcopy(model).merge_and_unload()
+        expected.save_pretrained(tmp_path / f'theirs_{step}')
+    if async_save:
+        made = [handle.result() for handle in made]
+    assert planned.call_count == 1
+    assert [caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_')] == [1, 1, 3]
+    for step, committed in enumerate(made, start=1):
+        assert assert_whole(committed.path) == step
+        assert_same_folder_tensors(committed.path, tmp_path / f'theirs_{step}')
+
+
+def test_another_plan_for_other_options_and_other_tensors(tmp_path, planned):
+    model = odd_llama()
+    for options in ({}, dict(dtype='bfloat16'), dict(dtype='bfloat16'), {}):
+        save_hf(model, tmp_path / 'hf_model', **options)
+    assert planned.call_count == 3
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    save_hf(model, tmp_path / 'hf_model')
+    model.config.rope_theta = 5.0  # no tensor: each save asks
+    save_hf(model, tmp_path / 'hf_model')
+    assert planned.call_count == 5
+    model.save_pretrained(tmp_path / 'theirs')
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_what_is_kept_does_not_keep_the_model(tmp_path, async_save):
+    """Without the collector of reference cycles: memory of a GPU is needed for the next model."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = odd_llama()
+        dead = weakref.ref(model)
+        for step in (1, 2):
+            made = save_hf(model, tmp_path / 'hf_model', step=step, async_save=async_save)
+            if async_save:
+                made.result()
+        del model
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_the_model_has_a_plan_of_its_own(tmp_path, planned):
+    model = odd_llama()
+    save_hf(model, tmp_path / 'hf_model')
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        change(other)
+        save_hf(other, tmp_path / 'hf_model')
+        other.save_pretrained(tmp_path / 'theirs')
+        assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
+    assert planned.call_count == 3
+
+
+def test_the_handle_of_a_save_in_flight(tmp_path, disk):
+    """It is returned when the weights are copied: what training does to them later is not saved."""
+    model = odd_llama()
+    model.save_pretrained(tmp_path / 'theirs')
+    handle = save_hf(model, tmp_path / 'hf_model', step=7, async_save=True)
+    change(model)
+    assert not handle.done() and not (tmp_path / 'hf_model').exists()
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.01)
+    disk.set()
+    committed = handle.result(HANG_SECS)
+    assert handle.done() and committed.path == tmp_path / 'hf_model' and committed.step == iteration(7)
+    assert committed.cost.stalled_secs < committed.cost.seconds
+    assert handle.result() is committed
+    assert_same_folder_tensors(committed.path, tmp_path / 'theirs')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['hf_model', 'theirs'], 'the folder is still locked'
+
+
+@pytest.mark.parametrize('later', ['call', 'run'])
+def test_what_saves_next_waits_for_it(tmp_path, disk, caplog, later):
+    """A call for another model and folder does, and a run that has the folder; nobody has kept the handle."""
+    save_hf(odd_llama(), tmp_path / 'hf_model', step=1, async_save=True)
+    threading.Timer(0.3, disk.set).start()
+    if later == 'call':
+        save_hf(llama(), tmp_path / 'other', step=2)
+        assert assert_whole(tmp_path / 'hf_model') == 1
+    else:
+        run = open_run(llama(), tmp_path / 'hf_model')
+        assert assert_whole(tmp_path / 'hf_model') == 1
+        run.save(iteration(2))
+        run.close()
+        assert assert_whole(tmp_path / 'hf_model') == 2
+    assert 'interrupted' not in caplog.text
+
+
+def test_an_error_in_the_background_is_that_of_the_handle(tmp_path, monkeypatch, caplog):
+    model = odd_llama()
+    save_hf(model, tmp_path / 'hf_model', step=1, async_save=True).result()
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, 'finish', mock.Mock(side_effect=OSError(5, 'injected')))
+        handle = save_hf(model, tmp_path / 'hf_model', step=2, async_save=True)
+        for _ in range(2):
+            with pytest.raises(AgreedError, match='injected'):
+                handle.result()
+    assert handle.done() and caplog.text.count('the save of iter_2 in the background failed') == 1
+    assert assert_whole(tmp_path / 'hf_model') == 1
+    assert save_hf(model, tmp_path / 'hf_model', step=3, async_save=True).result().step == iteration(3)
+
+
+def test_a_process_that_ends_finishes_it(tmp_path):
+    """However it ends, and the lock goes with it."""
+    code = """
+import sys, time
+from tests.helpers.models.zoo.llamas import odd_llama
+from xhf_hooks import save_hf
+from xhf_hooks.writers.writer import Writer
+finish = Writer.finish
+Writer.finish = lambda self: (time.sleep(1), finish(self))[1]
+save_hf(odd_llama(), sys.argv[1], step=int(sys.argv[2]), async_save=True)
+exec(sys.argv[3])
+"""
+    ends = ['', 'raise KeyboardInterrupt', 'sys.exit(3)', 'import os, signal; os.kill(os.getpid(), signal.SIGTERM)']
+    for step, end in enumerate(ends, start=1):
+        arguments: list[Any] = [tmp_path / 'hf_model', step, end]
+        subprocess.run([sys.executable, '-c', code, *map(str, arguments)], check=False, cwd=Path(__file__).parents[3])
+        assert assert_whole(tmp_path / 'hf_model') == step
+        assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
