@@ -77,6 +77,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='the base, or adapter_config.json: folder or Hub name',
     )
     add('--module', metavar='PATH', help='path of the submodule to export, such as llm or actor')
+    add('--architecture', metavar='NAME', help='class that was trained, where several fit the tensors')
     add('--trust-remote-code', action='store_true', help='allow custom code of the base model to run')
     add = parser.add_argument_group('which weights').add_argument
     add(
@@ -86,13 +87,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help='keep (default): as in training. float32: the fp32 master weights, where they exist. base: as in the base',
     )
     add('--no-ema', action='store_false', dest='ema', help='for a run with EMAHook: not the averaged weights')
-    add('--lora', choices=LORA_MODES, help="of a LoRA run; default: usually 'adapter'")
+    add(
+        '--lora',
+        choices=LORA_MODES,
+        metavar='MODE',  # with the choices, the help would take another line
+        help=f'of a LoRA run: {LORA_MODES[0]} (usual default), {" or ".join(LORA_MODES[1:])}',
+    )
     add(
         '--carry-base',
         choices=CARRY_BASE,
         help="all: copy tensors that only the base's files have",
     )
-    add('--llava-format', choices=LLAVA_FORMATS, help="layout for XTuner's LLaVAModel; default: 'xtuner'")
+    add(
+        '--llava-format',
+        choices=LLAVA_FORMATS,
+        metavar='NAME',  # with the choices, the help would take another line
+        help=f"of XTuner's LLaVAModel: {' (default) or '.join(LLAVA_FORMATS)}",
+    )
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what would be written; write nothing')
     add(

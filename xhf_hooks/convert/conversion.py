@@ -75,6 +75,7 @@ class ConvertOptions:
     config: Path | None = None
     base: str | None = None
     module: str | None = None
+    architecture: str | None = None
     lora: str | None = None
     llava_format: str | None = None
     ema: bool = True
@@ -110,6 +111,7 @@ class Conversion:
             {**trainer_files, **stored},
             base=options.base,
             module=options.module,
+            architecture=options.architecture,
             notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )

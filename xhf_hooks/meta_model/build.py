@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +20,13 @@ from torch import nn
 
 from xhf_hooks.base_model.files import LocatedBase, find_base_file
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
-from xhf_hooks.errors import BaseModelError, ConfigError
+from xhf_hooks.errors import BaseModelError, ConfigError, OptionError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.meta_model import MetaModel
 from xhf_hooks.meta_model.nested_adapters import adapt_parts
-from xhf_hooks.meta_model.placing import below, find_class, has_other_tensors, place
+from xhf_hooks.meta_model.placing import below, beside_backbone, place
 from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
 from xhf_hooks.meta_model.starting_weights import StartingWeights, base_named_by, checkpoints_loaded_over
 from xhf_hooks.meta_model.stored_names import without_adapters
@@ -59,6 +61,7 @@ def build_meta_model(
     *,
     base: str | None,
     module: str | None = None,
+    architecture: str | None = None,
     notes: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> MetaModel:
@@ -69,16 +72,21 @@ def build_meta_model(
         stored: The checkpoint's tensors, by each of their names.
         module: The option ``module``; it chooses the model where the checkpoint has several.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
+        architecture: The name of the trained class, given by the user; takes precedence over config.json.
         notes: Why configs beside the checkpoint were not read.
 
     Raises:
         ConfigError, BaseModelError: No usable config was found.
         DamagedError: The config describes a model that cannot be built.
     """
-    meta_model = MetaModel('', stored, trust_remote_code, module, notes=[*notes])
+    if architecture is not None and transformers_model.class_named(architecture) is None:
+        raise OptionError('architecture', 'the name of a class of the installed transformers', architecture)
+    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):
+            if architecture is not None:
+                raise OptionError('architecture', f'no value, since {config.where} says what was trained', architecture)
             _build_xtuners(meta_model, config.model, config.where, base)
         elif base is not None or folder is not None or base_named_by(config, stored, None) is not None:
             _build_of_transformers(meta_model, found, base, config)
@@ -175,7 +183,8 @@ def _build_of_transformers(
         config = _config_of_run(meta_model, config_dir, of_base, base, given)
         meta_model.has_config_of_base = config is None
         config = config or of_base
-        model = meta_model.built(base, config, transformers_model.class_for_adapter(lora, config), of_base)
+        kind = meta_model.architecture or transformers_model.class_for_adapter(lora, config)
+        model = meta_model.built(base, config, kind, of_base)
         _take_generation_config(meta_model, model, found, given)
         model = transformers_model.adapt(model, lora)
     meta_model.module = place(model, meta_model.find_prefix(model, base))
@@ -184,27 +193,33 @@ def _build_of_transformers(
 def _built_as_trained(
     meta_model: MetaModel, base: str, config: PretrainedConfig, of_base: PretrainedConfig, *, is_save_of_run: bool
 ) -> PreTrainedModel:
-    """Build the class that config.json names, or the one that has the checkpoint's tensors, with another head."""
-    kind = None
-    if getattr(config, 'architectures', None) is None:  # transformers 4.57 writes Qwen2-VL's into a part
-        kind = find_class(config, meta_model.stored, meta_model.path, base)
-    for_other_class, notes = copy.deepcopy(config), [*meta_model.notes]
-    model = meta_model.built(base, config, kind, of_base, is_save_of_run=is_save_of_run)
-    try:
-        inside = without_adapters(below(meta_model.find_prefix(model, base), meta_model.stored))
-    except BaseModelError:  # no tensor has a name of this class
-        inside = {}
-    if inside and transformers_model.untie_embeddings(config, model, inside):
-        note = 'input and output embeddings differ in the checkpoint: tie_word_embeddings is set to false'
+    """Build the given class, or the one that config.json names, or the one that has the checkpoint's tensors."""
+    built = partial(meta_model.built, base, of_base=of_base, is_save_of_run=is_save_of_run)
+    if meta_model.architecture is not None:
+        return built(config, meta_model.architecture)
+    for_other_class, notes, model, prefix = copy.deepcopy(config), [*meta_model.notes], None, None
+    if getattr(config, 'architectures', None):  # transformers 4.57 writes Qwen2-VL's into a part
+        model = built(config)
+        with suppress(BaseModelError):  # no tensor has a name of this class
+            prefix = meta_model.find_prefix(model, base)
+        inside = {} if prefix is None else without_adapters(below(prefix, meta_model.stored))
+        if inside and transformers_model.untie_embeddings(config, model, inside):
+            note = 'input and output embeddings differ in the checkpoint: tie_word_embeddings is set to false'
+            meta_model.forget_built([*notes, note])
+            return built(config)
+    other = meta_model.find_class(for_other_class, model, base)
+    if other is None and model is not None:
+        beside = [] if prefix is None else beside_backbone(model, prefix, meta_model.stored)
+        if beside:
+            problem = f"no class of transformers for {type(config).__name__} has the checkpoint's tensors"
+            meta_model.notes.append(f'{problem} beside the {type(model).__name__} ({some(beside)})')
+        return model
+    if other is None:
+        return built(config)
+    if model is not None:
+        note = f'the checkpoint is of a {other.__name__}, and {base} of a {type(model).__name__}'
         meta_model.forget_built([*notes, note])
-        return meta_model.built(base, config, kind, of_base, is_save_of_run=is_save_of_run)
-    if inside and not has_other_tensors(model, inside):
-        return model
-    other = find_class(for_other_class, meta_model.stored, meta_model.path, base, model)
-    if other is None or other == type(model).__name__:
-        return model
-    meta_model.forget_built([*notes, f'the checkpoint is of a {other}, and {base} of a {type(model).__name__}'])
-    return meta_model.built(base, for_other_class, other, of_base, is_save_of_run=is_save_of_run)
+    return built(for_other_class, other.__name__)
 
 
 def _config_of_run(

@@ -157,7 +157,7 @@ def require_all(match: Match, read: Collection[str], meta_model: MetaModel, not_
         raise BaseModelError(f'{lack}, and they were trained: take a complete checkpoint of the adapter')
     raise BaseModelError(
         f'{lack}, and nothing shows that they were frozen, so they are not taken from a base; take a complete '
-        f'checkpoint. If another model was trained, {_REMEDY}'
+        f'checkpoint. If another model was trained, {_REMEDY}, or --architecture its class'
     )
 
 

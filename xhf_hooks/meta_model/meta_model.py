@@ -15,7 +15,7 @@ from xhf_hooks.base_model.files import find_base_folder
 from xhf_hooks.compat.transformers import ignored_keys, record_conversions, recorded_conversions
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
-from xhf_hooks.meta_model.placing import find_prefix
+from xhf_hooks.meta_model.placing import find_class, find_prefix
 from xhf_hooks.meta_model.starting_weights import StartingWeights
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -89,6 +89,7 @@ class MetaModel:
         described_by: The config that it was built from, for messages.
         stored: The checkpoint's tensors, by each of their names.
         path: The option ``module``; it chooses the model where the checkpoint has several.
+        architecture: The option of that name: the class that was trained.
         has_config_of_base: Whether its config is the base's, since the run has left none of its own.
         over_base: What the run loaded over the weights of its base.
     """
@@ -97,6 +98,7 @@ class MetaModel:
     stored: Mapping[str, StoredTensor]
     trust_remote_code: bool
     path: str | None = None
+    architecture: str | None = None
     module: nn.Module = field(default_factory=nn.Module)
     bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -114,14 +116,29 @@ class MetaModel:
 
     def find_prefix(self, model: nn.Module, where: str) -> str:
         """The prefix of a model's tensors in the checkpoint; see :func:`.placing.find_prefix`."""
+        return find_prefix(model, self._names_in_files(), self.stored, self.path, where)
+
+    def find_class(
+        self, config: PretrainedConfig, of_base: PreTrainedModel | None, where: str
+    ) -> type[PreTrainedModel] | None:
+        """The class that was trained, if it is another one than the base's; see :func:`.placing.find_class`."""
+        return find_class(config, self.stored, self.path, where, of_base, self._names_in_files())
+
+    def _names_in_files(self) -> list[str]:
         weights = [base.weights or {} for base in self.bases]
-        in_files = [tensor.name for each in weights for tensor in each.values()]
-        return find_prefix(model, in_files, self.stored, self.path, where)
+        return [tensor.name for each in weights for tensor in each.values()]
 
     def config_in(self, folder: str, why: str, remedy: str = transformers_model.NAME_BASE) -> PretrainedConfig:
         """The config of the model in a folder, or of its name in the local hub cache."""
         trust = self.trust_remote_code
-        return transformers_model.load_config(folder, trust_remote_code=trust, why=why, remedy=remedy)
+        config = transformers_model.load_config(folder, trust_remote_code=trust, why=why, remedy=remedy)
+        named = transformers_model.first_architecture(getattr(config, 'architectures', None))
+        plain = transformers_model.without_wrapper(named)
+        if plain != named:
+            config.architectures = [plain]
+            note = f'{folder}/config.json names the class {named}, as FSDP calls a {plain}'
+            self.notes += [note] if note not in self.notes else []
+        return config
 
     def built(
         self,
@@ -141,10 +158,10 @@ class MetaModel:
             is_save_of_run: See :class:`Base`.
         """
         trust = self.trust_remote_code
-        of_base = copy.deepcopy(of_base or config)
-        model = transformers_model.build(config, auto_class, trust_remote_code=trust)
-        if transformers_model.fit_config(config, model, self.shapes):
-            model = transformers_model.build(config, auto_class, trust_remote_code=trust)
+        kind = transformers_model.class_named(auto_class)
+        config, of_base = (transformers_model.config_of_class(kind, one) for one in (config, of_base or config))
+        of_base = copy.deepcopy(of_base)
+        model = transformers_model.build_fitting(config, auto_class, self.shapes, trust_remote_code=trust)
         if getattr(config, 'auto_map', None) and not trust:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
         names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, find_base_folder(folder)

@@ -1,6 +1,6 @@
 """Gives a checkpoint's tensors the names and the form that the installed transformers has in memory.
 
-A run with an older transformers called them otherwise, and kept experts apart that are one tensor now.
+A run with an older transformers called them otherwise, and kept experts apart or transposed that are one tensor now.
 ``from_pretrained`` reads such names, so it is asked: it loads the checkpoint's tensors without their values.
 """
 
@@ -28,7 +28,7 @@ _ADAPTED = re.compile(r'(.+)\.lora_(embedding_)?[AB]\..*')
 
 @dataclass
 class RenamedTensors:
-    """Tensors that transformers makes from checkpoint tensors whose names the model does not have.
+    """Tensors that transformers makes from checkpoint tensors whose names or shapes the model does not have.
 
     Attributes:
         tensors: By name in the trained model.
@@ -55,7 +55,9 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
 def rename_older(
     module: nn.Module, model: PreTrainedModel, names: Mapping[int, list[str]], stored: Mapping[str, StoredTensor]
 ) -> RenamedTensors:
-    """Find the tensors of a model in a checkpoint that calls them otherwise. Those with right names are left alone.
+    """Find the tensors of a model in a checkpoint that has them in another form.
+
+    Those with right names and shapes are left alone.
 
     Args:
         module: The trained model. The other one is a part of it, and may be adapted by peft.
@@ -66,8 +68,10 @@ def rename_older(
     place, part = _place_of(model, module)
     inside = {name: tensor for name, tensor in stored.items() if name.startswith(place)}
     plain = {name: part + name_in_base(name[len(place) :]) for name in inside}
-    unknown = inside.keys() - {name for name, _ in module_tensors(module)}
-    if not unknown:
+    shapes = {name: tuple(tensor.shape) for name, tensor in module_tensors(module)}
+    unknown = inside.keys() - shapes.keys()
+    of_other_shape = {name for name, tensor in inside.items() if shapes.get(name, tensor.shape) != tensor.shape}
+    if not unknown and not of_other_shape:
         return RenamedTensors()
     given = {plain[name]: tensor for name, tensor in inside.items() if not is_of_adapter(name)}
     adapted = _adapted_weights({plain[name]: inside[name] for name in unknown})
@@ -80,7 +84,8 @@ def rename_older(
     for name, sources in ((name, tensor.sources) for name, tensor in loaded.made.items()):
         if len(sources) == 1 and sources[0] in adapted:
             moved[sources[0].removesuffix('.weight')] = place + name[len(part) :].removesuffix('.weight')
-        if name in full and full[name] not in stored and not adapted.keys() & set(sources) - given.keys():
+        is_other = name in full and (full[name] not in stored or full[name] in of_other_shape)
+        if is_other and not adapted.keys() & set(sources) - given.keys():
             found.tensors[full[name]] = made[name]
     read = {source for tensor in loaded.made.values() for source in tensor.sources}
     unexpected = set(loaded.problems['unexpected'])

@@ -6,15 +6,17 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from xhf_hooks.compat.transformers import text_config
 from xhf_hooks.errors import BaseModelError, OptionError, XhfError
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.older_names import load_checkpoint
-from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base
+from xhf_hooks.meta_model.stored_names import is_of_adapter, name_in_base, without_adapters
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
@@ -88,72 +90,89 @@ def place(model: nn.Module, prefix: str) -> nn.Module:
     return model
 
 
-def has_other_tensors(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether there are tensors, such as those of another head, that the model's class does not read.
-
-    Args:
-        stored: By names in the model, of any version.
-    """
-    if stored.keys() <= {name for name, _ in module_tensors(model)}:
-        return False
-    loaded = load_checkpoint(model, stored)
-    return loaded is None or bool(loaded.problems['unexpected'])
-
-
 def find_class(
     config: PretrainedConfig,
     stored: Mapping[str, StoredTensor],
     module: str | None,
     where: str,
-    of_base: PreTrainedModel | None = None,
-) -> str | None:
-    """The class of transformers for this kind of config that has the checkpoint's tensors: all of them, and no others.
+    of_base: PreTrainedModel | None,
+    names_in_files: Sequence[str] = (),
+) -> type[PreTrainedModel] | None:
+    """The class that was trained, if it is another one than the base's; None if the base's has all that others have.
 
-    Training may have put another head on the base, such as one that classifies; None if no class fits.
+    Training may have put another head on the base, such as one that classifies. Then the tensors of the head lie beside
+    those of the backbone. Of the classes that transformers has for the config, the trained one reads them all.
 
     Args:
-        of_base: The model of the base's own class. A class that leaves its head in the checkpoint does not fit.
+        of_base: The model of the class that config.json names; None if it names none.
+        names_in_files: As of :func:`find_prefix`.
 
     Raises:
-        BaseModelError: Several classes fit.
+        BaseModelError: Several classes read as much.
+        OptionError: The option ``module`` has to choose among several models.
     """
+    stored = without_adapters(stored)
+    root, n_of_base, names_of_base = None, 0, set[str]()
+    if of_base is not None:
+        with suppress(BaseModelError):  # no tensor has a name of this class
+            root = find_prefix(of_base, names_in_files, stored, module, where)
+    if of_base is not None and root is not None:
+        inside = below(root, stored)
+        names = [name for name, _ in module_tensors(of_base)]
+        n_of_base = len(inside) if inside.keys() <= {*names} or _reads(of_base, inside, may_lack=True) else 0
+        names_of_base = {root + name for name in (*names, *names_in_files)}
+    if n_of_base == len(stored):
+        return None
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    unread: dict[str, int] = {}  # by class: how many tensors it leaves, such as a head
-    heads = () if of_base is None else tuple(f'.{name}' for name in _names_outside_of_backbone(of_base))
+    n_read: dict[type[PreTrainedModel], int] = {}
     for kind in dict.fromkeys(_classes_for(config)):
+        own = copy.deepcopy(transformers_model.config_of_class(kind, config))
         try:
-            edited = copy.deepcopy(config)
-            model = transformers_model.build(edited, kind.__name__, trust_remote_code=False)
-            if transformers_model.fit_config(edited, model, shapes):
-                model = transformers_model.build(edited, kind.__name__, trust_remote_code=False)
-            inside = below(find_prefix(model, [], stored, module, where), stored)
-            loaded = load_checkpoint(model, inside)
+            model = transformers_model.build_fitting(own, kind.__name__, shapes, trust_remote_code=False)
+            prefix = find_prefix(model, [], stored, module, where)
         except XhfError:
             continue
-        if loaded is not None and not any(loaded.problems.values()):
-            read = {id(inside[name]) for tensor in loaded.made.values() for name in tensor.sources}
-            left = {name: id(tensor) for name, tensor in stored.items() if id(tensor) not in read}
-            if not any(f'.{name}'.endswith(heads) for name in left):
-                unread[kind.__name__] = len({*left.values()})
-    found = [name for name, n_unread in unread.items() if n_unread == min(unread.values())]
-    if len(found) > 1:
+        inside = below(prefix, stored)
+        leaves_of_base = any(name in names_of_base for name in stored if not name.startswith(prefix))
+        if len(inside) > n_of_base and not leaves_of_base and _reads(model, inside):
+            n_read[kind] = len(inside)
+    most = [kind for kind, count in n_read.items() if count == max(n_read.values())]
+    if len(most) > 1:
+        names = sorted(kind.__name__ for kind in most)
         raise BaseModelError(
-            f'{where}: the checkpoint may be of {" or ".join(found)}; set architectures in config.json to the one that '
-            f'was trained'
+            f'{where}: the checkpoint may be of {" or ".join(names)}; give the one that was trained with --architecture'
         )
-    return found[0] if found else None
+    return most[0] if most else None
 
 
-def _names_outside_of_backbone(model: PreTrainedModel) -> list[str]:
-    """The names of a head's tensors; none if the model is a backbone itself."""
-    names = [name for name, _ in module_tensors(model)]
-    outside = [name for name in names if not name.startswith(f'{model.base_model_prefix}.')]
-    return outside if len(outside) < len(names) else []
+def beside_backbone(model: PreTrainedModel, prefix: str, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The names beside those of a backbone, where a class of transformers that contains it has its head.
+
+    Args:
+        prefix: The prefix of the backbone's tensors in the checkpoint; see :func:`find_prefix`.
+    """
+    outer = prefix.removesuffix(f'{model.base_model_prefix}.')
+    return [name for name in stored if outer != prefix and name.startswith(outer) and not name.startswith(prefix)]
+
+
+def _reads(model: PreTrainedModel, stored: Mapping[str, StoredTensor], *, may_lack: bool = False) -> bool:
+    """Whether the class of a model reads all stored tensors.
+
+    Args:
+        stored: By names in the model, of any version.
+        may_lack: Whether the model may have tensors that are not stored.
+    """
+    loaded = load_checkpoint(model, stored)
+    if loaded is None:
+        return False
+    return not any(found for problem, found in loaded.problems.items() if problem != 'missing' or not may_lack)
 
 
 def _classes_for(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """The classes that transformers' auto classes have for a config, or for that of its text model."""
     import transformers
 
-    for name in dir(transformers):
-        if name.startswith('AutoModel'):
-            yield from transformers_model.classes_of(getattr(transformers, name), config)
+    for each in (config, text_config(config)):
+        for name in dir(transformers):
+            if name.startswith('AutoModel'):
+                yield from transformers_model.classes_of(getattr(transformers, name), each)

@@ -102,7 +102,8 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     if kind is None and not remote:
         raise BaseModelError(
             f'{base}: its config.json names the architecture {str(name)[:80]!r}, which transformers '
-            f'{transformers.__version__} does not have; set architectures, or use the version that trained it'
+            f'{transformers.__version__} does not have; name the class with --architecture, or use the version that '
+            f'trained it'
         )
     with refused_as(DamagedError, f'{base}: building the model of config.json failed'):
         if kind is None:
@@ -116,6 +117,25 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
             model.generation_config = generation_config_in(base)
     if (folder := find_base_folder(base)) is not None and not Path(base).is_dir():
         model.config._commit_hash = folder.name  # a hub name without a revision means the main one
+    return model
+
+
+def build_fitting(
+    config: PretrainedConfig,
+    auto_class: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Build the model with as many tokens and labels as the checkpoint has rows for, and edit the config to that.
+
+    Args:
+        auto_class: As of :func:`build`.
+        shapes: As of :func:`fit_config`.
+    """
+    model = build(config, auto_class, trust_remote_code=trust_remote_code)
+    if fit_config(config, model, shapes):
+        model = build(config, auto_class, trust_remote_code=trust_remote_code)
     return model
 
 
@@ -141,6 +161,15 @@ def first_architecture(architectures: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def without_wrapper(name: str | None) -> str | None:
+    """The name of a class without what ``fully_shard`` adds to it, which Trainer writes to ``config.json``.
+
+    Source: ``torch/distributed/fsdp/_fully_shard/_fully_shard.py``, ``fully_shard``.
+    """
+    plain = (name or '').removeprefix('FSDP')
+    return plain if class_named(name) is None and class_named(plain) is not None else name
+
+
 def class_named(name: str | None) -> Any | None:
     """The model class or auto class of this name in transformers; None if it has no such class.
 
@@ -156,6 +185,19 @@ def class_named(name: str | None) -> Any | None:
         found = getattr(transformers, name, None)
     is_model = isinstance(found, type) and issubclass(found, (transformers.PreTrainedModel, _BaseAutoModelClass))
     return found if is_model else None
+
+
+def config_of_class(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a config that a class takes: that of the text model, if the class is of that; else the whole.
+
+    Args:
+        kind: A model class or auto class; None if it is not known.
+    """
+    text, wanted = text_config(config), getattr(kind, 'config_class', None)
+    if wanted is None or isinstance(config, wanted) or not isinstance(text, wanted):
+        return config
+    text._name_or_path = config._name_or_path
+    return text
 
 
 def class_for_adapter(lora: PeftConfig, config: PretrainedConfig) -> str | None:
@@ -183,6 +225,8 @@ def class_for_adapter(lora: PeftConfig, config: PretrainedConfig) -> str | None:
 def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Edit the config for the vocabulary and the labels of trained tensors; returns whether it was edited.
 
+    What has a row for each token is the input embedding; of models of sound, which have none, the head of CTC models.
+
     Args:
         shapes: Of the trained tensors by name. Names may have a prefix, and components of peft's wrappers.
     """
@@ -190,21 +234,24 @@ def fit_config(config: PretrainedConfig, model: PreTrainedModel, shapes: Mapping
     embedding, n_labels = input_embedding(model), getattr(config, 'num_labels', None)
     if embedding is None and len(token_embeddings(model)) == 1:  # custom code that does not say which
         embedding = token_embeddings(model)[0]
-    has_edited = False
+    n_tokens = getattr(text_config(config), 'vocab_size', None) if embedding is None else None
+    n_more_tokens, has_edited = 0, False
     for tensor, names in names_by_identity(model):
         rows, row = tensor.shape[:1], tensor.shape[1:]
-        if tensor is not embedding and rows != (n_labels,):
+        if tensor is not embedding and rows not in ((n_labels,), (n_tokens,)):
             continue
         ends = tuple(f'.{name}' for name in names)
         found = {shape for there, shape in trained.items() if there.endswith(ends)}
         wanted = {shape[0] for shape in found if shape[1:] == row}.difference(rows)
         if len(wanted) != 1:
             continue
-        if tensor is embedding:
-            _change_vocabulary(config, wanted.pop() - rows[0])
+        if tensor is embedding or rows != (n_labels,):
+            n_more_tokens = wanted.pop() - rows[0]
         else:
             config.num_labels = wanted.pop()
         has_edited = True
+    if n_more_tokens:
+        _change_vocabulary(config, n_more_tokens)
     return has_edited
 
 

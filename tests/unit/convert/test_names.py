@@ -17,6 +17,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same
 from tests.helpers.checks.converted import base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import available, build, has_class_for
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
@@ -242,6 +243,57 @@ def test_a_checkpoint_of_zero_3_without_its_optimizer_files(llama, tmp_path, cap
         file.unlink()
     line = refused(capsys, tmp_path / 'x', tmp_path / 'out', '--base', folder / 'base')
     assert '*_optim_states.pt files, which are missing' in line
+
+
+@pytest.mark.modern_only
+@pytest.mark.parametrize('family', [one for one in ('llava', 'paligemma', 'mllama') if available(one, MODELS)])
+def test_a_vision_language_model_whose_names_were_those_of_its_files(family, tmp_path):
+    """As before transformers 4.52. Its text model alone has names of the checkpoint, and is not what was trained."""
+    base = base_of(family, tmp_path / 'base')
+    trained = build(family, seed=7, models=MODELS)
+    trained.save_pretrained(tmp_path / 'trained')
+    torch.save(load_file(tmp_path / 'trained' / 'model.safetensors'), tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', base)
+    assert_same_folder_tensors(out, tmp_path / 'trained')
+    assert transformers.AutoConfig.from_pretrained(out).architectures == [type(trained).__name__]
+
+
+@pytest.mark.modern_only
+@pytest.mark.skipif(not hasattr(transformers, 'Qwen3VLMoeConfig'), reason='this transformers has no Qwen3-VL-MoE')
+def test_tensors_of_the_same_name_that_an_older_version_had_transposed(tmp_path):
+    dense = build('qwen3_vl', models=MODELS).config
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**dense.text_config.to_dict(), 'model_type': 'qwen3_vl_moe_text', 'num_experts': 4},
+        vision_config={**dense.vision_config.to_dict(), 'model_type': 'qwen3_vl_moe'},
+    )
+    base, model = tmp_path / 'base', transformers.Qwen3VLMoeForConditionalGeneration(config)
+    model.save_pretrained(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    save_hf(model, tmp_path / 'trained')
+    older = {name: t.mT.contiguous() if 'mlp.experts.' in name else t for name, t in model.state_dict().items()}
+    assert any(older[name].shape != tensor.shape for name, tensor in model.state_dict().items())
+    torch.save(older, tmp_path / 'x.pth')
+    assert_same_folder_tensors(convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', base), tmp_path / 'trained')
+
+
+def test_a_class_that_fully_shard_has_renamed(llama, tmp_path, capsys):
+    """Trainer writes that name to config.json: beside a checkpoint, and into the base of the next run."""
+    folder, state = llama
+    shutil.copytree(folder / 'base', tmp_path / 'base')
+    edit_json(tmp_path / 'base' / 'config.json', architectures=['FSDPLlamaForCausalLM'])
+    (tmp_path / 'checkpoint-2').mkdir()
+    torch.save(state, tmp_path / 'checkpoint-2' / 'pytorch_model_fsdp.bin')
+    expected = convert(tmp_path / 'checkpoint-2', tmp_path / 'expected', '--base', folder / 'base')
+    found = [convert(tmp_path / 'checkpoint-2', tmp_path / 'by_base', '--base', tmp_path / 'base')]
+    shutil.copy(tmp_path / 'base' / 'config.json', tmp_path / 'checkpoint-2')
+    found.append(convert(tmp_path / 'checkpoint-2', tmp_path / 'alone'))
+    found.append(convert(tmp_path / 'checkpoint-2', tmp_path / 'both', '--base', folder / 'base'))
+    for out in found:
+        assert_same_folder_tensors(out, expected)
+        assert transformers.AutoConfig.from_pretrained(out).architectures == ['LlamaForCausalLM']
+    assert capsys.readouterr().err.count('names the class FSDPLlamaForCausalLM, as FSDP calls a LlamaForCausalLM') == 3
 
 
 # Adapters and quantizers

@@ -1,0 +1,130 @@
+"""A run without a config.json, whose base is a backbone: the class that was trained follows from the tensors.
+
+Each head that transformers has for each kind of backbone, as plain torch, Accelerate and DeepSpeed leave it: a state
+dict, and `--base`.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.checks.converted import convert
+from tests.helpers.models.zoo import ODD, ODD_ENCODER, small_config
+from xhf_hooks import save_hf
+from xhf_hooks.cli.convert import main
+
+_SPEECH = {
+    **dict(vocab_size=32, conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2), num_feat_extract_layers=2),
+    **dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, codevector_dim=8, proj_codevector_dim=8),
+    **dict(xvector_output_dim=8, tdnn_dim=(8, 8), tdnn_kernel=(2, 1), tdnn_dilation=(1, 1)),
+}
+_IMAGES = {**ODD_ENCODER, 'image_size': 8, 'patch_size': 4}
+_SWIN = {'image_size': 32, 'embed_dim': 24, 'depths': [1, 2], 'num_heads': [2, 3], 'window_size': 4}
+#: Kind of backbone: fields of its config.
+BACKBONES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(('BertModel', 'RobertaModel', 'DebertaV2Model'), ODD_ENCODER),
+    **dict.fromkeys(('ViTModel', 'Dinov2Model'), _IMAGES),
+    'SwinModel': _SWIN,
+    **dict.fromkeys(('HubertModel', 'Wav2Vec2Model'), _SPEECH),
+    'T5Model': {'decoder_start_token_id': 0},
+    **dict.fromkeys(('LlamaModel', 'Qwen3Model', 'GemmaModel'), ODD),
+}
+_HEADS = (
+    *('MaskedLM', 'PreTraining', 'CausalLM', 'ConditionalGeneration', 'SequenceClassification', 'TokenClassification'),
+    *('QuestionAnswering', 'MultipleChoice', 'NextSentencePrediction', 'ImageClassification', 'MaskedImageModeling'),
+    *('CTC', 'AudioFrameClassification', 'XVector'),
+)
+
+
+def heads() -> list[tuple[str, str]]:
+    names = [(base, f'{base.removesuffix("Model")}For{head}') for base in BACKBONES for head in _HEADS]
+    return [(base, name) for base, name in [*names, ('T5Model', 'T5EncoderModel')] if hasattr(transformers, name)]
+
+
+@pytest.fixture
+def from_backbone(tmp_path):
+    def make(base: str, kind: str, **options: Any) -> Any:
+        torch.manual_seed(0)
+        backbone = getattr(transformers, base)(small_config(base, BACKBONES[base]))
+        backbone.save_pretrained(tmp_path / 'base')
+        kind = getattr(transformers, kind)
+        return kind.from_pretrained(tmp_path / 'base', ignore_mismatched_sizes=True, **options)
+
+    return make
+
+
+def refused(capsys: Any, *command: object) -> str:
+    assert main([str(part) for part in command]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('base', 'kind'), heads())
+def test_each_head_that_training_put_on_a_backbone(from_backbone, base, kind, tmp_path, capsys):
+    """With as many labels and tokens as were trained; where several classes read the tensors, `--architecture` says."""
+    options = {'num_labels': 7} if 'Classification' in kind else {'vocab_size': 45} if kind.endswith('CTC') else {}
+    model = from_backbone(base, kind, **options)
+    save_hf(model, tmp_path / 'hook')
+    torch.save(model.state_dict(), tmp_path / 'x.pth')
+    command = [str(tmp_path / 'x.pth'), str(tmp_path / 'out'), '--base', str(tmp_path / 'base')]
+    if main(command):
+        said = capsys.readouterr().err
+        assert kind in said or 'that the checkpoint lacks' in said, said
+        assert '--architecture' in said
+        convert(*command, '--architecture', kind)
+    assert_same_folder_tensors(tmp_path / 'out', tmp_path / 'hook')
+    found, expected = (json.loads((tmp_path / folder / 'config.json').read_text()) for folder in ('out', 'hook'))
+    for field in ('architectures', 'id2label', 'vocab_size', 'model_type'):
+        assert found.get(field) == expected.get(field), field
+    assert not (tmp_path / 'out' / 'other_modules').exists()
+
+
+@pytest.mark.parametrize('prefix', ['model.', '_forward_module.module.'])
+def test_a_head_in_another_module(from_backbone, prefix, tmp_path):
+    """As Lightning has it: what lies beside the backbone is the model's, what lies around it is not."""
+    model = from_backbone('BertModel', 'BertForTokenClassification', num_labels=7)
+    save_hf(model, tmp_path / 'hook')
+    state = {f'{prefix}{name}': tensor for name, tensor in model.state_dict().items()}
+    torch.save({**state, 'loss.weight': torch.ones(7)}, tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert load_file(out / 'model.safetensors').keys() == load_file(tmp_path / 'hook' / 'model.safetensors').keys()
+    assert load_file(out / 'other_modules' / 'model.safetensors').keys() == {'loss.weight'}
+
+
+def test_a_head_of_no_class_goes_beside_the_backbone(from_backbone, tmp_path, capsys):
+    model = from_backbone('BertModel', 'BertForSequenceClassification')
+    state = {**model.state_dict(), 'transitions': torch.ones(3, 3)}
+    torch.save(state, tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert json.loads((out / 'config.json').read_text())['architectures'] == ['BertModel']
+    beside = load_file(out / 'other_modules' / 'model.safetensors')
+    assert beside.keys() == {'classifier.weight', 'classifier.bias', 'transitions'}
+    said = capsys.readouterr().err
+    assert "no class of transformers for BertConfig has the checkpoint's tensors beside the BertModel (" in said
+
+
+def test_a_backbone_that_was_trained_alone_keeps_its_class(from_backbone, tmp_path):
+    """A T5EncoderModel reads a part of a T5Model: what is left is the base's."""
+    model = from_backbone('T5Model', 'T5Model')
+    save_hf(model, tmp_path / 'hook')
+    torch.save({f't5.{name}': t for name, t in model.state_dict().items()}, tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert_same_folder_tensors(out, tmp_path / 'hook')
+
+
+@pytest.mark.parametrize('name', ['BertForNothing', 'nn.Module', 'BertConfig'])
+def test_an_architecture_that_transformers_lacks(from_backbone, name, tmp_path, capsys):
+    torch.save(from_backbone('BertModel', 'BertModel').state_dict(), tmp_path / 'x.pth')
+    command = tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base', '--architecture', name
+    assert 'architecture' in (said := refused(capsys, *command)) and f'found {name!r}' in said
+
+
+def test_the_given_architecture_must_have_the_tensors(from_backbone, tmp_path, capsys):
+    torch.save(from_backbone('BertModel', 'BertForMaskedLM').state_dict(), tmp_path / 'x.pth')
+    kind = 'BertForTokenClassification'
+    line = refused(capsys, tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base', '--architecture', kind)
+    assert 'the checkpoint has tensors that the model of' in line
