@@ -112,15 +112,15 @@ class Conversion:
             base=options.base,
             module=options.module,
             architecture=options.architecture,
+            has_recorded_trained=checkpoint.trained is not None,
             notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
         stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
         dtype = self._dtype_of_frozen(stored)
-        has_recorded_trained = checkpoint.trained is not None
         notes_on_others = add_other_modules(module, stored, checkpoint.trained)
-        match = match_checkpoint(self._meta_model, stored, dtype, has_recorded_trained=has_recorded_trained)
+        match = match_checkpoint(self._meta_model, stored, dtype)
         _forget_quantizers(module, stored)
         self._exporter = exporter_for(
             module,

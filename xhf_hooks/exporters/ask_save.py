@@ -16,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +124,10 @@ def ask_save(
     try:
         found = _require_weights(kind, _ask(PreTrainedModel.save_pretrained, make_copy))
     except Exception as error:  # of any type: conversions refuse in many ways
+        # It names tensors that are one and that the class does not declare to be tied. Each of these names is written
+        undeclared = {name: replace(one, tie_key=name) for name, one in tensors.items() if f"'{name}'" in str(error)}
+        if any(one.tie_key != tensors[name].tie_key for name, one in undeclared.items()):
+            return ask_save(model, {**tensors, **undeclared}, config, generation)
         raise ModelError(
             f'save_pretrained of {kind.__name__} failed with tensors without values: {error_text(error, 500)}'
         ) from error

@@ -62,6 +62,7 @@ def build_meta_model(
     base: str | None,
     module: str | None = None,
     architecture: str | None = None,
+    has_recorded_trained: bool = False,
     notes: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> MetaModel:
@@ -73,6 +74,7 @@ def build_meta_model(
         module: The option ``module``; it chooses the model where the checkpoint has several.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
         architecture: The name of the trained class, given by the user; takes precedence over config.json.
+        has_recorded_trained: Whether the checkpoint records what was trained. Then it has all of that.
         notes: Why configs beside the checkpoint were not read.
 
     Raises:
@@ -81,7 +83,7 @@ def build_meta_model(
     """
     if architecture is not None and transformers_model.class_named(architecture) is None:
         raise OptionError('architecture', 'the name of a class of the installed transformers', architecture)
-    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, notes=[*notes])
+    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, has_recorded_trained, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
         if config is not None and config.model is not None and _is_xtuners(config.model):

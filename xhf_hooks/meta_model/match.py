@@ -70,8 +70,6 @@ def match_checkpoint(
     meta_model: MetaModel,
     stored: Mapping[str, StoredTensor],
     trained_dtype: str | None,
-    *,
-    has_recorded_trained: bool,
 ) -> Match:
     """Give the tensors the meta model's names, and the meta model the tensors' shapes and dtypes.
 
@@ -80,7 +78,6 @@ def match_checkpoint(
     Args:
         stored: The tensors of the checkpoint, by each of their names.
         trained_dtype: The dtype that training cast the base model to; None if it did not.
-        has_recorded_trained: Whether the checkpoint records what was trained. Then it has all of that.
 
     Raises:
         BaseModelError: The meta model is not the model that was trained.
@@ -98,7 +95,7 @@ def match_checkpoint(
         for name in names:
             unexpected.pop(name, None)
         base = meta_model.base_of(tensor)
-        is_lent = not matching and base is not None and (has_recorded_trained or base.is_frozen(tensor))
+        is_lent = not matching and base is not None and (meta_model.has_recorded_trained or base.is_frozen(tensor))
         found = matching[0] if matching else None
         if is_lent and base is not None:
             found = _lent_by(base, tensor, names, meta_model.over_base, trained_dtype)

@@ -12,9 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import convert
 from tests.helpers.models.zoo import ODD, ODD_ENCODER, small_config
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 
@@ -105,6 +106,25 @@ def test_a_head_of_no_class_goes_beside_the_backbone(from_backbone, tmp_path, ca
     assert beside.keys() == {'classifier.weight', 'classifier.bias', 'transitions'}
     said = capsys.readouterr().err
     assert "no class of transformers for BertConfig has the checkpoint's tensors beside the BertModel (" in said
+
+
+@pytest.mark.parametrize('base', ['BertModel', 'RobertaModel', 'ViTModel'])
+def test_what_an_argument_of_the_constructor_leaves_out_is_not_missing(from_backbone, base, tmp_path, capsys):
+    model = from_backbone(base, base, add_pooling_layer=False)
+    save_hf(model, tmp_path / 'hook')
+    torch.save({f'backbone.{name}': tensor for name, tensor in model.state_dict().items()}, tmp_path / 'x.pth')
+    out = convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert_same_folder_tensors(out, tmp_path / 'hook')
+    assert f'{base} was built with add_pooling_layer=False' in capsys.readouterr().err
+
+
+def test_a_frozen_pooler_that_the_checkpoint_lacks_is_the_bases(from_backbone, tmp_path):
+    model = from_backbone('BertModel', 'BertModel')
+    trained = {name: tensor for name, tensor in model.state_dict().items() if 'pooler' not in name}
+    checkpoint = MadeCheckpoint(masters=trained, dtype=torch.float16, stage=2).write(tmp_path / 'x')
+    out = folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base'))
+    of_base = load_file(tmp_path / 'base' / 'model.safetensors')
+    assert torch.equal(out['pooler.dense.weight'], of_base['pooler.dense.weight'])
 
 
 def test_a_backbone_that_was_trained_alone_keeps_its_class(from_backbone, tmp_path):

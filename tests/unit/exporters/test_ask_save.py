@@ -83,6 +83,24 @@ def test_a_class_with_its_own_save(kind, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
 
+class SharesABlock(transformers.LlamaForCausalLM):
+    """Two layers are one, as in Zamba2, which transformers does not save: the class does not declare it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1] = self.model.layers[0]
+
+
+def test_tensors_that_are_one_without_being_declared_so(tmp_path):
+    model = SharesABlock(small_config(*ZOO['llama']))
+    with pytest.raises(RuntimeError, match='shared tensors'):
+        model.save_pretrained(tmp_path / 'expected')
+    save_hf(model, tmp_path / 'found')
+    found = load_file(tmp_path / 'found' / 'model.safetensors')
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
 class Counts(transformers.LlamaForCausalLM):
     """Writes what training has set on it."""
 
@@ -150,7 +168,7 @@ def test_training_notices_nothing(tmp_path):
     model = build('llama')
     config, state = model.config.to_dict(), torch.get_rng_state()
     modules = {name: {**vars(module)} for name, module in model.named_modules()}
-    save_hf(model, tmp_path)
+    save_folder(model, tmp_path)
     assert model.config.to_dict() == config and torch.equal(torch.get_rng_state(), state)
     assert {name: vars(module) for name, module in model.named_modules()} == modules
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same_tensors, folder_tensors
 from tests.helpers.checks.converted import (
     assert_converted_as_by_the_hook,
     assert_same_files,
@@ -99,6 +99,13 @@ def test_a_base_named_as_on_the_hub(named_on_the_hub, by, tmp_path):
         assert written['base_model_name_or_path'] == 'organization/base', 'not the path on this machine'
 
 
+def test_a_base_that_is_not_in_the_hub_cache(named_on_the_hub, tmp_path, capsys):
+    checkpoint = checkpoint_of(from_base(named_on_the_hub), tmp_path / 'run', whole=True)
+    assert main([str(checkpoint), str(tmp_path / 'out'), '--base', 'organization/other']) == 2
+    said = capsys.readouterr().err
+    assert 'is not in the hub cache, and nothing is downloaded: hf download organization/other, or give a fol' in said
+
+
 @pytest.mark.modern_only
 @pytest.mark.skipif(
     not {'chat_template', 'patch_size'} <= signature(transformers.LlavaProcessor).parameters.keys(),
@@ -155,8 +162,11 @@ def test_trained_embeddings_of_a_larger_vocabulary(tied, tmp_path):
     model = adapt(model, modules_to_save=['embed_tokens', 'lm_head'])
     whole = checkpoint_of(model, tmp_path / 'run', whole=True)
     assert_converted_as_by_the_hook(whole, model, tmp_path, 'adapter', 'merge')
-    checkpoint = checkpoint_of(model, tmp_path / 'trained')  # frozen copies of what was trained are in no merged model
+    checkpoint = checkpoint_of(model, tmp_path / 'trained')  # without the frozen copies of what was trained
     assert_same_files(convert(checkpoint, tmp_path / 'out', '--lora', 'merge'), tmp_path / 'hook_merge')
+    found = folder_tensors(convert(checkpoint, tmp_path / 'out_adapter', '--lora', 'adapter'))
+    expected = folder_tensors(tmp_path / 'hook_adapter')
+    assert_same_tensors(found, {name: t for name, t in expected.items() if '.original_module.' not in name})
 
 
 @pytest.mark.parametrize('family', ['bart', 'pegasus', 'bert', 't5', 'llava', 'marian'])
