@@ -123,6 +123,12 @@ TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
         zero_config(3),
         ['hf_model', 'hf_model_iter_2'],
     ),
+    'save_at': (
+        dict(save_strategy='steps', save_steps=3, save_at=[1, 3, 4], save_total_limit=None, save_last=False),
+        dict(max_steps=5),
+        zero_config(3),
+        ['hf_model', 'hf_model_iter_1', 'hf_model_iter_3'],
+    ),
     'epochs': (
         dict(save_strategy='epoch', save_total_limit=None, async_save=True),
         dict(max_steps=16, save_strategy='steps', save_steps=16),

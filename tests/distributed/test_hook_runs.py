@@ -50,6 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     ),
     'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), checkpoint=EPOCHS, **DDP),
     'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), **DDP),
+    'save_at': dict(hook=dict(interval=4, save_at=[1, 4, 6, 500], keep_every=5), max_iters=7, **DDP),
     'on_saved': dict(hook=dict(interval=2, by_epoch=False, async_save=True, on_saved=ON_SAVED), stage=3, max_iters=6),
 }
 #: Name to what is there at last, by iteration, the saves that are logged, and warnings.
@@ -60,6 +61,11 @@ SCHEDULES: dict[str, tuple[dict[str, int], list[str], list[str]]] = {
     'epochs': ({'hf_model': 32, 'hf_model_epoch_1': 16}, ['epoch_1', 'epoch_2'], []),
     'iterations_of_epochs': ({'hf_model': 32, 'hf_model_iter_20': 20}, ['iter_20', 'iter_32'], []),
     'one_long_epoch': ({'hf_model': 4}, ['iter_4'], ['every epoch, but this train loop counts iterations']),
+    'save_at': (
+        {'hf_model': 7, 'hf_model_iter_6': 6},
+        ['iter_1', 'iter_4', 'iter_6', 'iter_7'],
+        [],
+    ),
     'never_due': ({'hf_model': 4}, ['iter_4'], ['every 500 iterations, but training ends after 4 iterations']),
 }
 
