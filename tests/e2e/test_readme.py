@@ -54,6 +54,12 @@ XTUNER_FROM_NOTHING = (
     'xhf-convert work_dirs/$NAME merged --lora merge --trust-remote-code',
     'xtuner chat ./merged --prompt-template internlm2_chat',
 )
+#: tests/trainers/test_xtuner_v1.py runs V1 from a clone, and converts.
+XTUNER_V1 = (
+    'git clone https://github.com/InternLM/xtuner',
+    'pip install -e xtuner',
+    'xhf-convert work_dirs/20261128/checkpoints/ckpt-step-500/weights OUT --base FOLDER --dtype bfloat16',
+)
 _PRETRAIN = 'llava_llama3_8b_instruct_clip_vit_large_p14_336_e1_gpu8_pretrain'
 _FINETUNE = 'llava_llama3_8b_instruct_full_clip_vit_large_p14_336_lora_e1_gpu8_finetune'
 _CLIP = '--visual-encoder openai/clip-vit-large-patch14-336 --llava $SAVE --prompt-template llama3_chat'
@@ -88,6 +94,7 @@ COMMANDS = {
     f'{ENTER}-xtuner',
     *XTUNER_FROM_NOTHING,
     *XTUNERS_OWN,
+    *XTUNER_V1,
 }
 CONFIG_LINES = {
     "dict(type='xhf_hooks.HFCheckpointHook')": 'README.md',

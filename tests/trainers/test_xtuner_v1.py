@@ -11,9 +11,16 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.helpers.checks.assert_intact import assert_whole
-from tests.helpers.checks.compare import assert_loads_clean, assert_same_tensors, folder_tensors
+from tests.helpers.checks.compare import (
+    assert_loads_clean,
+    assert_same_folder_tensors,
+    assert_same_tensors,
+    folder_tensors,
+)
+from tests.helpers.checks.converted import convert
 from tests.helpers.models.model_folder import save_model
 from tests.trainers.compare import run
+from xhf_hooks.cli.convert import main
 
 CLASSES = {'dense': 'Qwen3ForCausalLM', 'tied': 'Qwen3ForCausalLM', 'moe': 'Qwen3MoeForCausalLM'}
 CLASSES['ep'] = CLASSES['moe']
@@ -38,5 +45,11 @@ def test_saves_are_those_of_v1(tmp_path, model):
         assert (newest / 'config.json').read_bytes() == (theirs / 'config.json').read_bytes()
         assert (newest / 'tokenizer.json').is_file()
         assert_loads_clean(newest, getattr(transformers, CLASSES[model]))
+    newest, weights = out / 'stream_False' / '20261128' / 'hf-5', tmp_path / 'ckpt-step-5' / 'weights'
+    arguments = [str(weights), str(tmp_path / 'converted'), '--base', str(newest), '--dtype', 'bfloat16']
+    if model in ('dense', 'tied'):
+        assert_same_folder_tensors(convert(*arguments), newest)
+    else:  # the converter does not know V1's fused experts
+        assert main(arguments) != 0 and not (tmp_path / 'converted').exists()
     for line in ('positional writer', 'stream writer', 'every 2 steps and at the end', 'saved iter_5 to hf-5'):
         assert line in said, said

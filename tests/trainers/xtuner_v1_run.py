@@ -131,6 +131,8 @@ def main() -> None:
         type(engine).save_hf(engine, str(work_dir / 'theirs'))  # V1's own, of the last step
         if in_background:
             trainer._wait_for_pending_async_hf()
+        if writer == 'stream' and not in_background:
+            engine.save_dcp(out.parent / 'ckpt-step-5' / 'weights')
         assert recorder.seen == [('hf-2', 2), ('hf-4', 4), ('hf-5', 5)], recorder.seen
         dist.barrier()
         hook.close()
