@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.checks.assert_intact import assert_whole
@@ -20,7 +22,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tens
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.checks.read_checkpoint import open_checkpoint
-from tests.helpers.models import zoo
+from tests.helpers.models import xtuner_v1, zoo
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
@@ -164,6 +166,25 @@ def save_of_transformers(name: str, root: Path) -> set[str]:
     return {spec.name for group in plans['positional'].gathered for spec in group.reads}
 
 
+def save_of_xtuner_v1(root: Path) -> set[str]:
+    """The names of the tensors that ways other than 'gather' have gathered. Experts are split twice, as by V1."""
+    if dist.get_rank() == 0:
+        zoo.build('qwen3_moe').to(torch.bfloat16).save_pretrained(root / 'theirs')
+    dist.barrier()
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'ep'))
+    gathered: set[str] = set()
+    with xtuner_v1.imported():
+        model = xtuner_v1.of_folder(root / 'theirs').float()
+        for name, module in model.named_modules():
+            if 'fused' in name:
+                module.weight = torch.nn.Parameter(distribute_tensor(module.weight, mesh['ep'], [Shard(0)]))
+        fully_shard(model, mesh=mesh['fsdp'])
+        for way, options in WAYS.items():
+            plan, _ = save_folder(model, root / way, max_shard_size=20_000, **options)
+            gathered |= {spec.name for group in plan.gathered for spec in group.reads} if way != 'gather' else set()
+    return gathered
+
+
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp('fsdp')
@@ -176,10 +197,17 @@ def results(tmp_path_factory):
     on_four: dict[str, Any] = {case: partial(save_case, case, root / case) for case in ON_FOUR}
     on_four |= {f'{case}-differing': partial(save_differing, case, root / f'{case}-differing') for case in REPLICAS}
     on_four |= {name: partial(save_of_transformers, name, root / name) for name in of_transformers()}
+    on_four['xtuner_v1'] = partial(save_of_xtuner_v1, root / 'xtuner_v1')
     on_four['fsdp1_tp'] = partial(fsdp1_tp, root / 'fsdp1_tp')
     on_three = run_scenarios(scenarios, 3, root=root)
     on_three.update(run_scenarios(on_four, 4))
     return on_three
+
+
+def test_experts_of_xtuner_v1_are_written_by_the_ranks_that_hold_them(results):
+    assert check(results, 'xtuner_v1')[0] == set()
+    for way in WAYS:
+        assert_same_folder_tensors(results.root / 'xtuner_v1' / way, results.root / 'xtuner_v1' / 'theirs')
 
 
 @pytest.mark.parametrize('case', [*ON_THREE, *ON_FOUR])
