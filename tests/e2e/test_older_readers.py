@@ -17,6 +17,7 @@ from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import small_config
 from tests.helpers.ranks.launch import REPO_ROOT
+from xhf_hooks import save_hf
 from xhf_hooks.assets.load_tokenizer import load_tokenizer
 from xhf_hooks.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.base_model.files import LocatedBase
@@ -206,3 +207,14 @@ def test_a_link_out_of_the_base_is_not_followed(saved, tmp_path):
     )
     assert not (tmp_path / 'out' / 'vocab.txt').exists()
     assert (tmp_path / 'out' / 'special_tokens_map.json').read_bytes() == (base / 'tokenizer_config.json').read_bytes()
+
+
+def test_fields_of_the_base_that_transformers_5_renames(tmp_path):
+    """The families' configs as 4.57 writes them: it reads the same of a save of 5, and all weights."""
+    run_with_transformers('4.57.6', 'models/older_families.py', Path('make'), tmp_path)
+    for folder in sorted(tmp_path.iterdir()):
+        architecture = json.loads((folder / 'base' / 'config.json').read_text())['architectures'][0]
+        model = getattr(transformers, architecture).from_pretrained(folder / 'base')
+        save_hf(model, folder / 'save')
+    run_with_transformers('4.57.6', 'models/older_families.py', Path('read'), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5

@@ -1,8 +1,8 @@
 """What readers with transformers 4, vLLM and llama.cpp need of a save made with transformers 5: one step, which ends.
 
 transformers 5 saves other fields and fewer files than transformers 4 reads, and RoPE as ``rope_parameters``, which 4
-ignores without a word. So the base's files get what changed, in older words, and config.json the older names of RoPE,
-too: where the installed transformers proves that they mean the same.
+ignores without a word. So the base's files get what changed, in older words, and config.json the base's fields and the
+older names of RoPE, too: where the installed transformers proves that they mean the same.
 
 It ends when this package requires transformers 5 (``LEAST`` in system/versions.py; tests/unit/test_layering.py says so
 then): delete this module and test_older_readers.py. :mod:`.write_tokenizer` then writes what a tokenizer or processor
@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.assets.load_tokenizer import vocabulary_files
 from xhf_hooks.base_model.files import CHAT_TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON, LocatedBase
+from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.format import strict_json
 
 if TYPE_CHECKING:
@@ -42,7 +44,19 @@ _ROPE = 'rope_parameters'
 #: transformers 5's names for what is fixed in an older class.
 _SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
 _SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
+#: Fields of a base that say where it comes from, and those that a save writes with values of its own.
+_NOT_KEPT = {'_name_or_path', '_commit_hash', 'transformers_version', 'architectures', 'auto_map', 'use_cache'}
 _FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
+#: Fields of RoPE in transformers 4.
+_ROPE_WORDS = {
+    *_FIELDS_BESIDE,
+    'rope_scaling',
+    'rope_local_base_freq',
+    'global_rope_theta',
+    'local_rope_theta',
+    'rotary_emb_base',
+    'rotary_pct',
+}
 
 
 def older_tokenizer_files(
@@ -145,14 +159,92 @@ def _json_part(saved: Files, name: str) -> Any:
     return json.loads(saved[TOKENIZER_JSON]).get(name) if TOKENIZER_JSON in saved else None
 
 
-def add_older_rope(folder: Path, config: PretrainedConfig) -> list[str]:
-    """Add RoPE in the words of transformers 4 to the config.json that ``config`` was saved to, and return warnings."""
+def add_older_fields(folder: Path, config: PretrainedConfig, base_model: LocatedBase | None = None) -> list[str]:
+    """Add what transformers 4 reads to the config.json that ``config`` was saved to, and return warnings.
+
+    Fields that the installed class reads and writes under another key, or with another value, are kept as the base has
+    them. RoPE gets the words of transformers 4 where the base has none.
+    """
     path = folder / 'config.json'
     content = strict_json.read(path)
+    base = {} if base_model is None or not converts_weights() else base_model.read_json('config.json')
+    if base.get('model_type') != content.get('model_type'):
+        base = {}
+    kept = _keep_fields_of_base(config, content, base)
+    named = [_name_experts(part, fields) for _, part, fields in _parts('', config, content)]
+    warnings = _add_older_rope(config, content, base)
+    if kept or any(named) or any(isinstance(fields.get(_ROPE), dict) for _, _, fields in _parts('', config, content)):
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
+    return warnings
+
+
+def _keep_fields_of_base(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> bool:
+    """Have the base's fields in the content of config.json, as the base has them; returns whether any was added.
+
+    Only where the class reads the same config then, and where training has not changed what it makes of the field.
+    """
+    is_changed = False
+    for name, part, fields in [*_parts('', config, content)]:
+        kept = _read_alike(part, fields, _fields_below(name, base))
+        fields.update(kept)
+        is_changed = is_changed or bool(kept)
+    return is_changed
+
+
+def _fields_below(name: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The base's fields of a part of a config, whose name ends with a dot; {} if it has none."""
+    found: Any = base
+    for key in filter(None, name.split('.')):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _read_alike(config: PretrainedConfig, fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's fields that differ, and with which the class reads the same config.
+
+    A field that is not written at all is one of them only if the class reads it, and makes the same of it as for the
+    base. Those of RoPE are left to :func:`_add_older_rope`.
+    """
+    kept: dict[str, Any] = {}
+    others = base.keys() - _NOT_KEPT - _ROPE_WORDS
+    differing = [key for key in others if key not in fields or fields[key] != base[key]]
+    try:
+        expected, of_base = (_as_read(config, one) for one in (fields, base) if differing)
+    except Exception:  # classes may be custom code, and refuse with any error; nothing differs
+        return kept
+    for key in sorted(differing):
+        with suppress(Exception):
+            is_alike = _as_read(config, {**fields, **kept, key: base[key]}) == expected
+            if is_alike and key not in fields:
+                without_it = _as_read(config, without(base, key))
+                made_of_it = {name for name, value in of_base.items() if without_it.get(name) != value}
+                is_alike = bool(made_of_it) and all(of_base[name] == expected.get(name) for name in made_of_it)
+            if is_alike and not isinstance(fields.get(key), dict):
+                kept[key] = base[key]
+    return kept
+
+
+def _name_experts(config: PretrainedConfig, fields: dict[str, Any]) -> bool:
+    """Add the number of experts as Qwen3-MoE and its kin called it before transformers 5, for models without a base."""
+    older, now = 'num_experts', 'num_local_experts'
+    is_renamed = config.model_type.startswith('qwen3') and config.attribute_map.get(older) == now
+    if not is_renamed or now not in fields or older in fields:
+        return False
+    fields[older] = fields[now]
+    return True
+
+
+def _add_older_rope(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Add RoPE in the words of transformers 4 to the content of config.json, and return warnings.
+
+    They are those of the base, if these still say the same.
+    """
     with_rope = [found for found in _parts('', config, content) if isinstance(found[2].get(_ROPE), dict)]
     warnings = []
     for name, part, fields in with_rope:
-        older = next((found for found in _descriptions(part, fields) if _is_proven(part, fields, found)), None)
+        of_base = {key: value for key, value in _fields_below(name, base).items() if key in _ROPE_WORDS}
+        descriptions = (*([of_base] if of_base else []), *_descriptions(part, fields))
+        older = next((found for found in descriptions if _is_proven(part, fields, found)), None)
         is_of_a_part = any(other.startswith(name) and other != name for other, _, _ in with_rope)
         if older is None and not is_of_a_part:  # transformers 4.57 wrote that of Qwen2-VL's text_config outside, too
             warnings.append(
@@ -160,8 +252,6 @@ def add_older_rope(folder: Path, config: PretrainedConfig) -> list[str]:
                 f'{type(part).__name__}: with transformers 4, the model computes other values'
             )
         fields.update({field: value for field, value in (older or {}).items() if field not in fields})
-    if with_rope:
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
     return warnings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -119,38 +120,65 @@ def _of_other_heads(names: Iterable[str], reference: PreTrainedModel) -> set[str
     return left & heads
 
 
-def warn_of_missing(
+def warn_of_base(
     names: Sequence[str],
-    written: Sequence[str],
+    entries: Sequence[ExportEntry],
     reference: PreTrainedModel,
     base_model: LocatedBase,
     already_told: Collection[str] = (),
 ) -> list[str]:
-    """A warning about what the base has, and a save lacks.
+    """Warnings about what the base has, and a save lacks, or has in another form.
 
     Args:
         names: Names in the model of what is written.
-        written: Names under which it is written.
+        entries: What is written.
         reference: The model that ``from_pretrained`` will build.
         already_told: Names of tensors of which another warning tells.
     """
-    if announced := _missing_mtp_layers([*names, *written], base_model):
-        return announced
+    written = [entry.hf_name for entry in entries]
+    announced = _missing_mtp_layers([*names, *written], base_model)
     if type(reference).__name__ not in (base_model.read_json('config.json').get('architectures') or ()):
-        return []
+        return announced
     in_base = _entries_in(base_model)
     if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
-        return []
+        return announced
+    in_other_form = _warn_of_forms(entries, in_base, base_model)
+    if announced:
+        return [*announced, *in_other_form]
     found = [one for one in _without_modules(in_base, written, reference) if one.hf_name not in already_told]
     missing = [one.hf_name for one in _not_ignored(in_base, found, reference)]
     of_heads = _of_other_heads(missing, reference)
     missing = [name for name in missing if name not in of_heads]
     if not missing:
-        return []
+        return in_other_form
     return [
         f'the save lacks {counted(len(missing), "tensor")} of the base model {base_model.name!r}, for which '
         f'{type(reference).__name__} of transformers has no modules: {some(missing)}; readers that use them need '
-        f"carry_base='all', which copies them"
+        f"carry_base='all', which copies them",
+        *in_other_form,
+    ]
+
+
+def _warn_of_forms(
+    entries: Sequence[ExportEntry], in_base: Sequence[ExportEntry], base_model: LocatedBase
+) -> list[str]:
+    """A warning about tensors whose elements have another shape than in the base, such as Qwen3-VL-MoE's experts.
+
+    Training may have changed the number of elements, of rows or positions.
+    """
+    from transformers import __version__
+
+    shapes = {one.hf_name: one.shape for one in in_base}
+    known = [(entry, shapes[entry.hf_name]) for entry in entries if entry.hf_name in shapes]
+    other = [one for one, shape in known if shape != one.shape and math.prod(shape) == math.prod(one.shape)]
+    if not other:
+        return []
+    first, wrote = other[0], base_model.read_json('config.json').get('transformers_version')
+    return [
+        f'{counted(len(other), "tensor")} of the save {"has" if len(other) == 1 else "have"} another shape than in the '
+        f'base model {base_model.name!r}: {some([entry.hf_name for entry in other])} ({first.shape}, in the base '
+        f'{shapes[first.hf_name]}). transformers {__version__} writes and reads that. Older versions'
+        f'{f", such as {wrote} of the base," if wrote else ""} and other programs may expect the shape of the base'
     ]
 
 

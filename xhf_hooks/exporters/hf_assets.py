@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.assets.older_readers import add_older_rope
+from xhf_hooks.assets.older_readers import add_older_fields
 from xhf_hooks.assets.write_tokenizer import copy_processor, write_tokenizer
 from xhf_hooks.base_model.files import LocatedBase, has_auto_class, is_remote_code
 from xhf_hooks.compat.transformers import (
@@ -160,7 +160,7 @@ def write(
     for name, content in answer.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    warnings += add_older_rope(folder, config)
+    warnings += add_older_fields(folder, config, base_model)
     if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
         warnings.append(
             f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '
@@ -242,7 +242,7 @@ def _is_json(value: Any) -> bool:
 def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
     """Write config.json, and return warnings. Runs on: rank 0."""
     config.save_pretrained(folder)
-    return add_older_rope(folder, config)
+    return add_older_fields(folder, config)
 
 
 def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> None:

@@ -26,7 +26,7 @@ from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, has_own_save
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
-from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_missing
+from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_base
 from xhf_hooks.exporters.built_with import find_arguments, warn_of_arguments
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
 from xhf_hooks.exporters.loading_check import (
@@ -97,14 +97,14 @@ class HuggingFaceExport(Export):
     generation_warnings: tuple[str, ...] = ()
 
     @cached_property
-    def warnings_of_missing(self) -> list[str]:
-        """Warnings about what the base has, and the save lacks. Reading the headers of a large base takes a second.
+    def warnings_of_base(self) -> list[str]:
+        """Warnings about what the base has, and the save lacks or has in another form.
 
-        Runs on: the thread that trains, at first, since it may ask ``from_pretrained``.
+        Reading the headers of a large base takes a second. Runs on: the thread that trains, at first, since it may ask
+        ``from_pretrained``.
         """
-        names = [entry.hf_name for entry in self.entries]
         told = self.differences_without_arguments.get('missing', ())
-        return warn_of_missing([*self.own], names, self.reference, self.base_model, told)
+        return warn_of_base([*self.own], self.entries, self.reference, self.base_model, told)
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         return result
 
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
-        export.warnings_of_missing  # noqa: B018  # found here, before a save in the background asks for them
+        export.warnings_of_base  # noqa: B018  # found here, before a save in the background asks for them
         kind = self._class_that_loads(export.reference)
         other_sets = {entry.file_set for entry in export.entries} - {FileSet()}
         other_files = {one.path(one.stem + WEIGHTS_SUFFIX) for one in other_sets}
@@ -378,7 +378,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         warnings += hf_assets.write(
             folder, model, export.config, export.answer, tokenizer, eos_token_ids, self.base_model
         )
-        return warnings + export.warnings_of_missing + export.surroundings.write(folder, self._path)
+        return warnings + export.warnings_of_base + export.surroundings.write(folder, self._path)
 
     def _misdescribed_tie(self, reference: PreTrainedModel, own: Mapping[str, TracedTensor]) -> bool | None:
         """Whether input and output embeddings are one tensor, if the config has to say so; None if it may stay."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.config_fields import config_fields
 from tests.helpers.models.zoo import build
@@ -109,3 +110,51 @@ def older_rope_of(config: Any, folder: Path) -> tuple[list[str], float | None]:
     """The warnings, and rope_theta in config.json."""
     warnings = write_config(folder, config)
     return warnings, json.loads((folder / 'config.json').read_text()).get('rope_theta')
+
+
+# Fields of the base
+
+
+def test_what_the_base_calls_otherwise_is_kept_unless_training_has_changed_it(tmp_path):
+    model = build('qwen3_moe')
+    experts = model.config.num_local_experts
+    model.config.save_pretrained(tmp_path / 'base')
+    fields = config_fields(tmp_path / 'base')
+    rope = fields.pop('rope_parameters')
+    older = {'rope_theta': rope['rope_theta'], 'rope_scaling': None, 'num_experts': fields.pop('num_local_experts')}
+    (tmp_path / 'base' / 'config.json').write_text(json.dumps({**fields, **older, 'attention_dropout': 0.5}))
+    model.config._name_or_path = str(tmp_path / 'base')
+    assert [line for line in written(tmp_path / 'same', model) if 'rope' in line] == []
+    found = config_fields(tmp_path / 'same')
+    assert {name: found.get(name, 'missing') for name in older} == older and found['num_local_experts'] == experts
+    assert found['attention_dropout'] == model.config.attention_dropout  # which training has changed
+    model.config.rope_parameters['rope_theta'] = 5e5
+    written(tmp_path / 'changed', model)
+    assert config_fields(tmp_path / 'changed')['rope_theta'] == 5e5
+    assert type(model.config).from_pretrained(tmp_path / 'changed').rope_parameters['rope_theta'] == 5e5
+
+
+def test_the_number_of_experts_without_a_base(tmp_path):
+    """4.57 knows num_experts alone, and would build 128."""
+    model = build('qwen3_moe')
+    written(tmp_path / 'found', model)
+    found = config_fields(tmp_path / 'found')
+    assert found['num_experts'] == found['num_local_experts'] == model.config.num_local_experts
+
+
+def test_tensors_in_another_form_than_in_the_base_are_named(tmp_path):
+    """As the experts of Qwen3-VL-MoE, which transformers 5 saves transposed."""
+    model = build('llama')
+    model.save_pretrained(tmp_path / 'base')
+    model.config._name_or_path = str(tmp_path / 'base')
+    path, name = tmp_path / 'base' / 'model.safetensors', 'model.layers.0.mlp.up_proj.weight'
+    tensors = load_file(path)
+    tensors[name] = tensors[name].T.contiguous()
+    tensors['model.embed_tokens.weight'] = tensors['model.embed_tokens.weight'][1:]  # rows may differ
+    save_file(tensors, path, {'format': 'pt'})
+    (warning,) = (line for line in written(tmp_path / 'found', model) if 'shape' in line)
+    shape = tuple(model.get_parameter(name).shape)
+    assert warning.startswith(
+        f"1 tensor of the save has another shape than in the base model '{tmp_path}/base': {name} ("
+    )
+    assert f'({shape}, in the base {shape[::-1]})' in warning and transformers.__version__ in warning
