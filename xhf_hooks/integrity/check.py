@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from xhf_hooks.errors import DamagedError, IncompleteError
 from xhf_hooks.format import checksum
 from xhf_hooks.format.index import INDEX_SUFFIX, MANIFEST_NAME, SHARD_NAME, WEIGHTS_NAME, WEIGHTS_SUFFIX, read_index
+from xhf_hooks.format.loaded_files import is_read_by_loaders
 from xhf_hooks.format.safetensors import Header, read_header
 from xhf_hooks.format.text import counted, size_text, some
 from xhf_hooks.integrity.checksums import sum_file
@@ -24,8 +24,6 @@ NOTE = 'note'
 UNCHECKED = 'unchecked'
 PROBLEM = 'problem'
 _ORDER = [OK, NOTE, UNCHECKED, PROBLEM]
-#: Files that loaders may read: one that was added after the save may change what is loaded.
-_READ_BY_LOADERS = re.compile(r'.+\.(json|safetensors|model|jinja|txt|bin|pt|pth|h5|msgpack|gguf|py)')
 
 
 def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> None:
@@ -38,7 +36,7 @@ def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> 
     Raises:
         IncompleteError: The folder differs from the manifest; one fault per line.
     """
-    check = FolderCheck(path, manifest)
+    check = FolderCheck(path, manifest, is_just_written=True)
     check.check_structure()
     if check.is_good:
         check.read(workers, from_disk=True)
@@ -68,13 +66,18 @@ class Finding:
 class FolderCheck:
     """The check of one folder, step by step, and what it found.
 
+    Args:
+        is_just_written: Whether nobody can have changed a file yet. Later, a change of a file that no loader reads,
+            such as README.md, is a note.
+
     Attributes:
         files: Sizes by relative path; see :func:`list_files`.
         headers: Headers of the undamaged weight files, by relative path.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None, *, is_just_written: bool = False) -> None:
         self.path, self.manifest = path, manifest
+        self._is_just_written = is_just_written
         self.files = list_files(path)
         self.headers: dict[str, Header] = {}
         self.findings: list[Finding] = []
@@ -176,19 +179,25 @@ class FolderCheck:
         """Names and sizes."""
         for name, record in manifest.files.items():
             found = self.files.get(name)
-            if found is None:
+            if found != record.nbytes and self._may_change(name):
+                how = 'is missing' if found is None else 'was changed after the save'
+                self.add(NOTE, 'files', f'{name} {how}; no loader reads it')
+            elif found is None:
                 self.add(PROBLEM, 'files', f'{name} is missing')
             elif found != record.nbytes:
                 self.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
         foreign = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
         for name in sorted(foreign):
-            if _READ_BY_LOADERS.fullmatch(name):
+            if is_read_by_loaders(name):
                 self.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
             else:
                 self.add(NOTE, 'files', f'{name} was added after the save')
         if not self.problems('files'):
             n_files = counted(len(manifest.files), 'file')
             self.add(OK, 'files', f'{n_files} with the sizes in {MANIFEST_NAME} ({manifest.step.label})')
+
+    def _may_change(self, name: str) -> bool:
+        return not self._is_just_written and not is_read_by_loaders(name)
 
     def _read_headers(self) -> None:
         for name in self.files:
@@ -240,8 +249,13 @@ class FolderCheck:
 
     def _compare_sums(self, sums: Mapping[str, FileRecord], known: Mapping[str, FileRecord]) -> None:
         n_files = n_tensors = 0
-        not_compared = sorted(known.keys() - sums.keys())
+        not_compared = sorted(name for name in known.keys() - sums.keys() if not self._may_change(name))
         for name, found in sums.items():
+            is_other = found.crc32 != known[name].crc32
+            if is_other and self._may_change(name):
+                if found.nbytes == known[name].nbytes:  # else that is told already
+                    self.add(NOTE, 'files', f'{name} was changed after the save; no loader reads it')
+                continue
             tensors = known[name].tensors
             compared = [n for n in found.tensors if n in tensors]
             changed = [n for n in compared if tensors[n].crc32 != found.tensors[n].crc32]
@@ -249,7 +263,7 @@ class FolderCheck:
                 self.add(PROBLEM, 'checksums', f'{name}: {counted(len(changed), "tensor")} changed: {some(changed)}')
             elif found.nbytes != known[name].nbytes:
                 not_compared.append(name)
-            elif found.crc32 != known[name].crc32:
+            elif is_other:
                 where = ' outside of its tensors' if found.tensors else ''
                 crcs = f'expected CRC-32 {checksum.to_hex(known[name].crc32)}, found {checksum.to_hex(found.crc32)}'
                 self.add(PROBLEM, 'checksums', f'{name}: has changed{where}: {crcs}')

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.model_folder import flip, save_model, write_manifest
-from xhf_hooks.errors import CheckpointError
+from xhf_hooks.errors import CheckpointError, IncompleteError
 from xhf_hooks.format.safetensors import read_header
-from xhf_hooks.integrity.check import NOTE, PROBLEM, FolderCheck
+from xhf_hooks.integrity.check import NOTE, PROBLEM, FolderCheck, check_folder
 from xhf_hooks.integrity.checksums import sum_file
+from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.system.threads import WorkerThreads
 from xhf_hooks.verify.folder import verify_folder
 
@@ -265,3 +266,33 @@ def test_folders_in_a_folder(originals, tmp_path):
     assert_problem(verify_folder(whole), 'checksums', f'llm/{SHARDS[0]}')
     (whole / 'llm' / INDEX).unlink()
     assert_problem(verify_folder(whole), 'index', f'llm/{SHARDS[0]}')
+
+
+def test_files_that_no_loader_reads_may_be_added_and_changed(originals, tmp_path):
+    """An evaluation's results, the card that its author completes. Of a config this is a problem."""
+    folder = Path(shutil.copytree(originals / 'one', tmp_path / 'model'))
+    for name in ('README.md', 'LICENSE'):
+        (folder / name).write_text('ours')
+    write_manifest(folder)
+    for name in ('eval_results.json', 'trainer_state.json', 'requirements.txt'):
+        (folder / name).write_text('{}')
+    (folder / 'README.md').write_text('by its author')
+    (folder / 'LICENSE').write_text('mine')  # of the same size
+    report = verify_folder(folder)
+    assert report.is_good and 'unchecked' not in {finding.kind for finding in report.findings}
+    notes = [finding.text for finding in report.findings if finding.kind == NOTE and finding.check == 'files']
+    assert len(notes) == 5 and 'README.md was changed after the save; no loader reads it' in notes
+    assert 'LICENSE was changed after the save; no loader reads it' in notes
+    (folder / 'README.md').unlink()
+    assert verify_folder(folder).is_good
+    (folder / 'generation_config.json').write_text('{}')
+    assert not verify_folder(folder).is_good
+
+
+def test_what_was_just_written_is_unchanged_whatever_reads_it(folder):
+    (folder / 'README.md').write_text('ours')
+    manifest = write_manifest(folder) and read_manifest(folder)
+    check_folder(folder, manifest)
+    (folder / 'README.md').write_text('mine')
+    with pytest.raises(IncompleteError, match=r'README\.md: has changed'):
+        check_folder(folder, manifest)
