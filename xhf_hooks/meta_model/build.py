@@ -200,6 +200,7 @@ def _built_as_trained(
     if meta_model.architecture is not None:
         return built(config, meta_model.architecture)
     for_other_class, notes, model, prefix = copy.deepcopy(config), [*meta_model.notes], None, None
+    inside: dict[str, StoredTensor] = {}
     if getattr(config, 'architectures', None):  # transformers 4.57 writes Qwen2-VL's into a part
         model = built(config)
         with suppress(BaseModelError):  # no tensor has a name of this class
@@ -210,6 +211,9 @@ def _built_as_trained(
             meta_model.forget_built([*notes, note])
             return built(config)
     other = meta_model.find_class(for_other_class, model, base)
+    if other is None and model is not None and (arguments := transformers_model.arguments_of(model, inside)):
+        meta_model.forget_built(notes)
+        return built(for_other_class, arguments=arguments)
     if other is None and model is not None:
         beside = [] if prefix is None else beside_backbone(model, prefix, meta_model.stored)
         if beside:

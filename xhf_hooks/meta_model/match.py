@@ -111,10 +111,11 @@ def match_checkpoint(
             other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
         elif is_lent and base is not None:
             match.refused[names[0]] = base.why_not_lent(found, tuple(tensor.shape))
-        if found is not None and all('.original_module.' in name for name in names):
+        is_copied = all('.original_module.' in name for name in names)  # what is written has the trained copy
+        if found is not None and is_copied:
             # Replaced by a trained copy, which may have more rows. The dtype of the first tensor is the model's
             tensor.data = tensor.data.to(TORCH_DTYPES[found.dtype])
-        if base is None or not base.may_lack(tensor):
+        if not is_copied and (base is None or not base.may_lack(tensor)):
             spec = TensorSpec(names[0], tuple(tensor.shape), dtype_code(tensor.dtype), tuple(names[1:]))
             match.lacking[names[0]] = spec
     match.notes += _judge(meta_model, other_shape, list(unexpected))

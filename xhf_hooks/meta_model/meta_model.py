@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -149,6 +149,7 @@ class MetaModel:
         auto_class: str | None = None,
         of_base: PretrainedConfig | None = None,
         *,
+        arguments: Mapping[str, Any] | None = None,
         is_save_of_run: bool = False,
     ) -> PreTrainedModel:
         """Build a model from its config, edited to fit the checkpoint, and record its base.
@@ -157,13 +158,16 @@ class MetaModel:
             folder: That of the base, or its name in the local hub cache.
             auto_class: The name of the model's class; None: the one that the config names.
             of_base: The base's own config, where training has another.
+            arguments: Keyword arguments of the model class besides the config.
             is_save_of_run: See :class:`Base`.
         """
         trust = self.trust_remote_code
         kind = transformers_model.class_named(auto_class)
         config, of_base = (transformers_model.config_of_class(kind, one) for one in (config, of_base or config))
         of_base = copy.deepcopy(of_base)
-        model = transformers_model.build_fitting(config, auto_class, self.shapes, trust_remote_code=trust)
+        model = transformers_model.build_fitting(
+            config, auto_class, self.shapes, trust_remote_code=trust, arguments=arguments
+        )
         if getattr(config, 'auto_map', None) and not trust:
             self.notes.append(f'{folder} has custom code, which was not run; --trust-remote-code allows it')
         names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, find_base_folder(folder)

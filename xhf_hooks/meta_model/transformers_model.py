@@ -14,10 +14,12 @@ from torch import nn
 from xhf_hooks.base_model.files import find_base_file, find_base_folder
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError
+from xhf_hooks.exporters.built_with import find_arguments
+from xhf_hooks.exporters.loading_check import Problems, differences
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.text import refused_as
 from xhf_hooks.meta_model.stored_names import name_in_base
-from xhf_hooks.model import input_embedding, names_by_identity, output_embedding, token_embeddings
+from xhf_hooks.model import input_embedding, module_tensors, names_by_identity, output_embedding, token_embeddings
 from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = N
     """
     from transformers import AutoConfig
 
+    if find_base_folder(base) is None and not Path(base).is_absolute():
+        raise BaseModelError(
+            f'{base} ({why}): is not in the hub cache, and nothing is downloaded: hf download {base}, or give a folder '
+            f'that has it; {remedy}'
+        )
     with refused_as(BaseModelError, f'{base} ({why}): no usable config.json', remedy):
         if find_base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
@@ -83,11 +90,18 @@ def apply_options(config: PretrainedConfig, options: Mapping[str, Any]) -> list[
     return unknown
 
 
-def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code: bool) -> PreTrainedModel:
+def build(
+    config: PretrainedConfig,
+    auto_class: str | None,
+    *,
+    trust_remote_code: bool,
+    arguments: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """Build the model on the meta device, with the base's generation config, as ``from_pretrained`` does.
 
     Args:
         auto_class: Auto class such as ``'AutoModelForCausalLM'``, or model class; None: the config's ``architectures``.
+        arguments: Keyword arguments of the model class besides the config.
 
     Raises:
         BaseModelError: transformers does not have the model.
@@ -108,7 +122,8 @@ def build(config: PretrainedConfig, auto_class: str | None, *, trust_remote_code
     with refused_as(DamagedError, f'{base}: building the model of config.json failed'):
         if kind is None:
             kind = getattr(transformers, next((a for a in config.auto_map if a.startswith('AutoModel')), 'AutoModel'))
-        make = partial(kind.from_config, trust_remote_code=remote) if hasattr(kind, 'from_config') else kind
+        is_auto = hasattr(kind, 'from_config')
+        make = partial(kind.from_config, trust_remote_code=remote) if is_auto else partial(kind, **(arguments or {}))
         # Not build_on_meta: the config of this model is exported, and may have nothing that is for building alone
         model = call_on_meta(lambda: make(copy.deepcopy(config)))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
@@ -126,17 +141,39 @@ def build_fitting(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     trust_remote_code: bool,
+    arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Build the model with as many tokens and labels as the checkpoint has rows for, and edit the config to that.
 
     Args:
-        auto_class: As of :func:`build`.
+        auto_class, arguments: As of :func:`build`.
         shapes: As of :func:`fit_config`.
     """
-    model = build(config, auto_class, trust_remote_code=trust_remote_code)
-    if fit_config(config, model, shapes):
-        model = build(config, auto_class, trust_remote_code=trust_remote_code)
-    return model
+    make = partial(build, config, auto_class, trust_remote_code=trust_remote_code, arguments=arguments)
+    model = make()
+    return make() if fit_config(config, model, shapes) else model
+
+
+def arguments_of(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The arguments of a model's class that leave out what the checkpoint lacks, such as ``add_pooling_layer=False``.
+
+    Args:
+        model: As its class builds it without arguments.
+        stored: All of the model's tensors in the checkpoint, by name in the model.
+
+    Returns:
+        The arguments; none if no arguments give exactly these tensors.
+    """
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+
+    def differences_with(arguments: Mapping[str, Any]) -> Problems:
+        name = type(model).__name__
+        built = build(copy.deepcopy(model.config), name, trust_remote_code=False, arguments=arguments)
+        return differences(shapes, {name: tuple(tensor.shape) for name, tensor in module_tensors(built)})
+
+    if type(model) is not class_named(type(model).__name__) or shapes.keys() >= dict(module_tensors(model)).keys():
+        return {}
+    return find_arguments(type(model), differences_with) or {}
 
 
 def generation_config_in(folder: str) -> GenerationConfig:
