@@ -89,7 +89,7 @@ def match_checkpoint(
         stored |= renamed.tensors
         for name in renamed.used:
             del unexpected[name]
-    other_shape = list[str]()
+    other_shape, is_slice = list[str](), list[bool]()
     for tensor, names in names_by_identity(meta_model.module):
         matching = list(dict.fromkeys(stored[name] for name in names if name in stored))
         for name in names:
@@ -108,7 +108,9 @@ def match_checkpoint(
                 match.lent[names[0]] = meta_model.over_base.files.get(names[0], base.folder)
             continue
         if matching and found is not None:
-            other_shape.append(f'{names[0]} is {found.shape}, expected {tuple(tensor.shape)}')
+            shape, expected = found.shape, tuple(tensor.shape)
+            other_shape.append(f'{names[0]} is {shape}, expected {expected}')
+            is_slice.append(is_of_adapter(names[0]) and shape[1:] == expected[1:] and shape[0] < expected[0])
         elif is_lent and base is not None:
             match.refused[names[0]] = base.why_not_lent(found, tuple(tensor.shape))
         is_copied = all('.original_module.' in name for name in names)  # what is written has the trained copy
@@ -118,6 +120,11 @@ def match_checkpoint(
         if not is_copied and (base is None or not base.may_lack(tensor)):
             spec = TensorSpec(names[0], tuple(tensor.shape), dtype_code(tensor.dtype), tuple(names[1:]))
             match.lacking[names[0]] = spec
+    if other_shape and all(is_slice):
+        raise BaseModelError(
+            f"the checkpoint has one rank's rows of the adapter, without those of other ranks: {some(other_shape)}. "
+            f'FSDP saves whole adapters with fsdp_state_dict_type SHARDED_STATE_DICT, or HFCheckpointCallback does'
+        )
     match.notes += _judge(meta_model, other_shape, list(unexpected))
     return match
 

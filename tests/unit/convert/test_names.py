@@ -214,6 +214,45 @@ def test_an_adapter_that_is_not_whole(llama, tmp_path, capsys, lacking, mode):
     assert f'.{lacking}.default' in line and 'take a complete checkpoint of the adapter' in line
 
 
+def test_an_adapter_of_which_the_first_rank_alone_was_saved(llama, tmp_path, capsys):
+    """As versions of Accelerate write pytorch_model_fsdp.bin."""
+    checkpoint = checkpoint_of(adapt(from_base(llama[0] / 'base')), tmp_path / 'run')
+    state = {n: t[: -(-len(t) // 2)].clone() for n, t in torch.load(checkpoint)['state_dict'].items()}
+    torch.save(state, tmp_path / 'run' / 'pytorch_model_fsdp.bin')
+    for mode in ('adapter', 'merge'):
+        line = refused(capsys, tmp_path / 'run' / 'pytorch_model_fsdp.bin', tmp_path / 'out', '--lora', mode)
+        assert "has one rank's rows of the adapter" in line and 'SHARDED_STATE_DICT' in line and '--base' not in line
+
+
+@pytest.mark.parametrize('stage', [2, 3])
+def test_files_that_older_versions_of_deepspeed_name_after_sequence_ranks(llama, tmp_path, stage):
+    """With Ulysses: the weights are split over all ranks, and over none of a model-parallel group."""
+    folder, state = llama
+    checkpoint = MadeCheckpoint(masters=state, dtype=torch.bfloat16, stage=stage).write(tmp_path / 'x')
+    expected = convert(checkpoint, tmp_path / 'expected', '--base', folder / 'base')
+    of_second = [*checkpoint.glob('*pp_rank_1_*')]
+    for file in of_second:  # saved again: torch.save keeps the name in the file
+        torch.save(torch.load(file, weights_only=False), str(file).replace('mp_rank_00', 'mp_rank_01'))
+        file.unlink()
+    assert of_second
+    assert_same_folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', folder / 'base'), expected)
+
+
+@pytest.mark.parametrize('outer', [(), ('model',)])
+def test_one_of_two_models_in_a_folder_of_dcp(llama, tmp_path, capsys, outer):
+    import torch.distributed.checkpoint as dcp
+
+    folder, state = llama
+    content: dict[str, Any] = {'actor': state, 'critic': {n: t + 1 for n, t in state.items()}}
+    for key in outer:
+        content = {name: {key: tensors} for name, tensors in content.items()}
+    dcp.save({**content, 'optimizer': {'state': {'a': torch.ones(2)}}}, checkpoint_id=str(tmp_path / 'dcp'))
+    line = refused(capsys, tmp_path / 'dcp', tmp_path / 'out', '--base', folder / 'base')
+    assert "one of ['actor', 'critic']" in line
+    out = convert(tmp_path / 'dcp', tmp_path / 'out', '--base', folder / 'base', '--module', 'actor')
+    assert_same_tensors(folder_tensors(out), state)
+
+
 @pytest.mark.parametrize('kept', ['config alone', 'bin'])
 def test_an_adapter_needs_no_weights_of_its_base(llama, tmp_path, capsys, kept):
     folder, _ = llama

@@ -48,7 +48,7 @@ def test_gives_back_what_went_in(tmp_path, options, around):
 
 @pytest.mark.parametrize(('state', 'words'), {
     'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, "one model's state dict, found optimizer/state"),
-    'two models': ({'a': {'model': WEIGHTS}, 'b': {'model': WEIGHTS}}, 'found a/model, b/model'),
+    'two models': ({'model': WEIGHTS, 'state_dict': WEIGHTS}, 'found model, state_dict'),
     'an odd type': ({'w': torch.ones(2, dtype=torch.complex128)}, 'safetensors cannot store'),
     'nothing': ({'epoch': 3}, 'found nothing'),
 }.values())  # fmt: skip

@@ -8,6 +8,7 @@ stored as a ``torch.save`` archive (torch ``distributed/checkpoint/metadata.py``
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Keys under which trainers save a model's state dict; Accelerate: ``model``.
 _MODELS = ('model', 'state_dict', 'module', 'model_state_dict')
+#: Keys of what is no model: states of optimizers, schedulers and generators.
+_BESIDE_MODELS = re.compile(r'.*(optim|sched|scaler|rng|random).*')
 
 
 def load_dcp(found: FoundCheckpoint) -> list[StoredTensor]:
@@ -62,7 +65,11 @@ def _names(index: Path, keys: list[Any], paths: Mapping[str, Any]) -> dict[str, 
             groups.setdefault(tuple(map(str, path[:-1])), {})[key] = path[-1]
     models = [group for group in groups if group and group[-1] in _MODELS]
     found = groups.get(models[0] if models else (), {})
-    if len(models) > 1 or not found:
+    if len(models) > 1 or not found:  # such as an actor and a critic: the option module chooses
+        several = models or [group for group in groups if not any(map(_BESIDE_MODELS.fullmatch, group))]
+        paths_of_models = {group: [part for part in group if part not in _MODELS] for group in several}
+        if len(several) > 1 and len(set(map(tuple, paths_of_models.values()))) == len(several):
+            return {key: '.'.join([*paths_of_models[g], name]) for g in several for key, name in groups[g].items()}
         shown = some(sorted('/'.join(group) for group in models or groups)) or 'nothing'
         raise CheckpointError(
             f"{index}: expected one model's state dict, found {shown}; give the model's folder (Accelerate: "

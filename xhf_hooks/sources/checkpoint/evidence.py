@@ -62,7 +62,8 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
     first = optims[0]
     for states, n_ranks in ((optims, first.world_size), (models, first.world_size if first.stage == 3 else 1)):
         expected = [re.sub(r'rank_\d+_mp', f'rank_{rank}_mp', states[0].file.name) for rank in range(n_ranks)]
-        names = [state.file.name for state in states]
+        # With Ulysses, older versions of DeepSpeed count sequence ranks there
+        names = [re.sub(r'_mp_rank_\d+', '_mp_rank_00', state.file.name) for state in states]
         for name in [*expected, *names]:
             if name not in names or name not in expected:
                 what, remedy = ('left over from another run', _HINT) if name in names else ('missing', 'copy it, too')

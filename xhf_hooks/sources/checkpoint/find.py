@@ -23,15 +23,16 @@ from xhf_hooks.system.files import absolute
 _NUMBERED = re.compile(r'(iter_|epoch_|checkpoint-)\d+(\.pth)?')
 _DCP_INDEX = '.metadata'
 _FSDP_NAME = re.compile(r'pytorch_model_fsdp(_\d+|\.bin)')
-#: The file of a rank: with model weights (of rank 0 alone at stages 0 to 2), or of the optimizer.
+#: The file of a rank: with model weights (of rank 0 alone at stages 0 to 2), or of the optimizer. With Ulysses,
+#: DeepSpeed before 0.19 names those of other sequence ranks as if tensors were split (mp_rank_01); each has its rank.
 _PART = re.compile(
-    r'(bf16_)?(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_)?mp_rank_00_(?P<kind>model|optim)_states\.pt', re.ASCII
+    r'(bf16_)?(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,6})_)?mp_rank_\d\d_(?P<kind>model|optim)_states\.pt', re.ASCII
 )
 _LIKE_PARTS = re.compile(r'.*(?:model|optim)_states\.pt')
 #: Of pipeline, expert or tensor parallelism (Megatron and nanotron, too); one rank's part of Accelerate's FSDP, of
 #: verl's, and of torch.distributed.checkpoint without ``use_collectives``.
 _UNSUPPORTED = re.compile(
-    r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|.*mp_rank_(?!00_)\d{2,4}_.*_states\.pt'
+    r'layer_\d+[-_].*\.pt|expp_rank_\d+_.*|(?!(bf16_)?zero_pp_rank_[1-9]).*mp_rank_(?!00_)\d{2,4}_.*_states\.pt'
     r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata|model_world_size_\d+_rank_\d+\.pt'
     r'|model_optim_rng\.pt|model_\w+_pp-rank-\d+.*\.safetensors'
 )
