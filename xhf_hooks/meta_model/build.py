@@ -242,6 +242,8 @@ def _config_of_run(
         return None
     is_of_trainer = (folder / 'trainer_state.json').is_file()
     config = meta_model.config_in(str(folder), f'{folder}/config.json')
+    if type(config) is type(text_config(of_base)):  # AutoModelForCausalLM makes the text model of some bases
+        of_base = text_config(of_base)
     if not is_of_trainer and _sizes(config) != _sizes(of_base):
         meta_model.notes.append(f'{folder}/config.json is of another model than {base}: it is not taken')
         return None

@@ -162,7 +162,8 @@ class MetaModel:
             is_save_of_run: See :class:`Base`.
         """
         trust = self.trust_remote_code
-        kind = transformers_model.class_named(auto_class)
+        named = transformers_model.first_architecture(getattr(config, 'architectures', None))
+        kind = transformers_model.class_named(auto_class or named)
         config, of_base = (transformers_model.config_of_class(kind, one) for one in (config, of_base or config))
         of_base = copy.deepcopy(of_base)
         model = transformers_model.build_fitting(

@@ -298,6 +298,34 @@ def test_a_vision_language_model_whose_names_were_those_of_its_files(family, tmp
 
 
 @pytest.mark.modern_only
+@pytest.mark.skipif(not hasattr(transformers, 'Qwen3_5ForCausalLM'), reason='this transformers has no Qwen3.5')
+@pytest.mark.parametrize('beside', [False, True], ids=['', 'with its config.json beside it'])
+def test_the_text_model_that_an_auto_class_makes_of_a_vision_language_base(tmp_path, beside):
+    rope = {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [1, 1, 2], 'partial_rotary_factor': 1.0}
+    linear = {'linear_num_value_heads': 4, 'linear_num_key_heads': 2}
+    linear |= {'linear_key_head_dim': 8, 'linear_value_head_dim': 8}
+    layers = {'num_hidden_layers': 2, 'layer_types': ['linear_attention', 'full_attention']}
+    size = {'vocab_size': 131, 'hidden_size': 32, 'intermediate_size': 48}
+    heads = {'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 8}
+    vision = {'depth': 1, 'hidden_size': 32, 'num_heads': 4, 'intermediate_size': 48, 'out_hidden_size': 32}
+    config = transformers.Qwen3_5Config(
+        text_config={**size, **layers, **heads, **linear, 'rope_parameters': rope},
+        vision_config={**vision, 'patch_size': 4, 'num_position_embeddings': 16},
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / 'base')
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    save_hf(model, tmp_path / 'hook')
+    (tmp_path / 'run').mkdir()
+    torch.save(model.state_dict(), tmp_path / 'run' / 'x.pth')
+    if beside:
+        model.config.save_pretrained(tmp_path / 'run')
+    out = convert(tmp_path / 'run' / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    assert_same_folder_tensors(out, tmp_path / 'hook')
+    written = transformers.AutoConfig.from_pretrained(out)
+    assert (written.architectures, written.model_type) == (['Qwen3_5ForCausalLM'], 'qwen3_5_text')
+
+
+@pytest.mark.modern_only
 @pytest.mark.skipif(not hasattr(transformers, 'Qwen3VLMoeConfig'), reason='this transformers has no Qwen3-VL-MoE')
 def test_tensors_of_the_same_name_that_an_older_version_had_transposed(tmp_path):
     dense = build('qwen3_vl', models=MODELS).config
