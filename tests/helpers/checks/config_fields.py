@@ -9,6 +9,7 @@ _ADDED = frozenset(
     {
         *('rope_theta', 'rope_scaling', 'partial_rotary_factor', 'rotary_emb_base', 'rotary_pct'),
         *('rope_local_base_freq', 'global_rope_theta', 'local_rope_theta'),
+        'num_experts',  # of Qwen3-MoE, beside num_local_experts
     }
 )
 
