@@ -93,12 +93,16 @@ class SharesABlock(transformers.LlamaForCausalLM):
 
 def test_tensors_that_are_one_without_being_declared_so(tmp_path):
     model = SharesABlock(small_config(*ZOO['llama']))
-    with pytest.raises(RuntimeError, match='shared tensors'):
-        model.save_pretrained(tmp_path / 'expected')
     save_hf(model, tmp_path / 'found')
     found = load_file(tmp_path / 'found' / 'model.safetensors')
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
+    try:
+        model.save_pretrained(tmp_path / 'expected')
+    except RuntimeError as error:
+        assert 'shared tensors' in str(error)
+        assert found.keys() == model.state_dict().keys()
+    else:  # as before 4.39
+        assert found.keys() == load_file(tmp_path / 'expected' / 'model.safetensors').keys()
 
 
 class Counts(transformers.LlamaForCausalLM):
