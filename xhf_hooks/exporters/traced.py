@@ -94,7 +94,7 @@ class TracedTensor(torch.Tensor):
         if name == '__get__' and func == _GET_DEVICE and args[0]._stand_in is not None:
             return torch.device('cpu')  # versions of transformers look for offloaded tensors on the meta device
         if name in _MOVES:
-            func, args, kwargs = _without_device(args, kwargs)
+            func, args, kwargs = torch.Tensor.to, (args[0], _dtype_asked_for(args, kwargs)), {}
         with torch._C.DisableTorchFunctionSubclass():
             if name == '__get__' and not isinstance(result := func(*args), torch.Tensor):
                 return result  # such as the shape, which is asked for often
@@ -253,16 +253,11 @@ def _traced_in(value: Any) -> list[TracedTensor]:
     return [tensor for item in value for tensor in _traced_in(item)]
 
 
-def _without_device(args: Any, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
-    """The same call without a move to another device: a cast, or nothing."""
-    given = [*args[1:], *kwargs.values()]
-    dtypes = [
-        one.description[1] if isinstance(one, TracedTensor) else one.dtype
-        for one in given
-        if isinstance(one, torch.Tensor)
-    ]
-    dtypes += [one for one in given if isinstance(one, torch.dtype)]
-    return (torch.Tensor.to, (args[0], dtypes[0]), {}) if dtypes else (torch.Tensor.detach, (args[0],), {})
+def _dtype_asked_for(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of what ``to`` and its like make of a tensor, given as it or by another tensor; else its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [one.dtype if isinstance(one, torch.Tensor) else one for one in (*args[1:], *kwargs.values())]
+        return next((one for one in given if isinstance(one, torch.dtype)), args[0].dtype)
 
 
 def _with_values(value: Any) -> Any:

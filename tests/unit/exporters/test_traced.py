@@ -172,3 +172,18 @@ def test_values_are_read_of_a_stand_in_alone():
     for read in (lambda: without[0, 0].item(), lambda: bool(without.sum() > 0), lambda: without.tolist()):
         with pytest.raises(NotImplementedError, match='no values'):
             read()
+
+
+def test_a_move_is_none_and_a_parameter_stays_one():
+    """transformers moves what it saves to the CPU, and accelerate moves parameters that it loads."""
+    parameter = nn.Parameter(traced('a', (2, 3), torch.float32))
+    assert isinstance(parameter, nn.Parameter)
+    for moved in (
+        parameter.cpu(),
+        parameter.to('cpu'),
+        parameter.to(device='meta'),
+        parameter.to('cpu', torch.float32),
+    ):
+        assert moved is parameter
+    for cast in (parameter.to('cpu', torch.bfloat16), parameter.to(torch.empty(1, dtype=torch.bfloat16))):
+        assert cast.run == Run('a', 0) and cast.description == ((2, 3), torch.bfloat16)
