@@ -211,9 +211,12 @@ def _built_as_trained(
             meta_model.forget_built([*notes, note])
             return built(config)
     other = meta_model.find_class(for_other_class, model, base)
-    if other is None and model is not None and (arguments := transformers_model.arguments_of(model, inside)):
-        meta_model.forget_built(notes)
-        return built(for_other_class, arguments=arguments)
+    # Where the checkpoint records what was trained, it may leave out what is frozen
+    if other is None and model is not None and not meta_model.has_recorded_trained:
+        arguments = transformers_model.arguments_of(model, inside)
+        if arguments:
+            meta_model.forget_built(notes)
+            return built(for_other_class, arguments=arguments)
     if other is None and model is not None:
         beside = [] if prefix is None else beside_backbone(model, prefix, meta_model.stored)
         if beside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
+from xhf_hooks.exporters.other_modules import OTHER_MODULES
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME, WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.format.loaded_files import is_read_by_loaders
 from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
@@ -13,7 +14,7 @@ ADAPTER_CONFIG = 'adapter_config.json'
 #: Folders of a model's parts, as XTuner and the exporters of this package name them (exporters/xtuner/llava.py).
 _WHOLE_PARTS = ('llm', 'visual_encoder', 'projector')
 _ADAPTERS = ('llm_adapter', 'visual_encoder_adapter')
-_PARTS = (*_WHOLE_PARTS, *_ADAPTERS, ADAPTER_FOLDER, *(f'{ADAPTER_FOLDER}/{name}' for name in _ADAPTERS))
+_PARTS = (*_WHOLE_PARTS, *_ADAPTERS, OTHER_MODULES, ADAPTER_FOLDER, *(f'{ADAPTER_FOLDER}/{name}' for name in _ADAPTERS))
 #: Endings of what loaders read and that is no text of a model: weights, indexes, and the manifest.
 _NOT_TEXT = (WEIGHTS_SUFFIX, '.index.json', MANIFEST_NAME, '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf')
 

@@ -124,7 +124,7 @@ def test_a_frozen_pooler_that_the_checkpoint_lacks_is_the_bases(from_backbone, t
     checkpoint = MadeCheckpoint(masters=trained, dtype=torch.float16, stage=2).write(tmp_path / 'x')
     out = folder_tensors(convert(checkpoint, tmp_path / 'out', '--base', tmp_path / 'base'))
     of_base = load_file(tmp_path / 'base' / 'model.safetensors')
-    assert torch.equal(out['pooler.dense.weight'], of_base['pooler.dense.weight'])
+    assert torch.equal(out['pooler.dense.weight'], of_base['pooler.dense.weight'].half())  # as training cast it
 
 
 def test_a_backbone_that_was_trained_alone_keeps_its_class(from_backbone, tmp_path):
