@@ -42,7 +42,8 @@ def find_prefix(
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
     counts = _count_prefixes(own, stored) or _count_prefixes(own, [name_in_base(name) for name in stored])
     of_files = _count_prefixes(names_in_files, stored)
-    if max(of_files.values(), default=0) > max(counts.values(), default=0):  # the names of an older version
+    # More of the names of an older version are there, unless that is a part, such as a vision tower without its head
+    if of_files and (not counts or _n_found(of_files, stored) > _n_found(counts, stored)):
         counts = of_files
     if not counts:
         remedy = f'--base has to name the model that was trained{transformers_model.other_version_remedy([model])}'
@@ -65,6 +66,12 @@ def find_prefix(
         paths = [prefix.removesuffix('.') for prefix in prefixes]
         raise OptionError('module', f'one of {paths}, where the checkpoint has a {type(model).__name__}', module)
     return chosen[0]
+
+
+def _n_found(counts: Counter[str], stored: Iterable[str]) -> tuple[int, int]:
+    """How many tensors the most frequent prefix has, and how many of these have a name of the model."""
+    ((prefix, count),) = counts.most_common(1)
+    return sum(name.startswith(prefix) for name in stored), count
 
 
 def _count_prefixes(own: Collection[str], stored: Iterable[str]) -> Counter[str]:
