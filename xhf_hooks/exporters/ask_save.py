@@ -186,7 +186,8 @@ def _ask_once(save: Callable[..., object], model_copy: Any, options: Mapping[str
             warnings.simplefilter('always')  # transformers treats warnings about a generation config as errors
             noted = stack.enter_context(_files_noted(model_copy, folder))
             save(model_copy, str(folder), **options)
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in _files_below(folder)}
+        paths = sorted(path for path in folder.rglob('*') if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     weights = {name: given for name, given in noted.items() if name.endswith(WEIGHTS_SUFFIX) and _is_traced(given)}
     written = {name: data for name, data in files.items() if not name.endswith(WEIGHTS)}
     lost = [name for name in (*noted, *files) if name not in weights and name not in written]
@@ -295,7 +296,3 @@ def _files_noted(model_copy: nn.Module, folder: Path) -> Iterator[dict[str, Any]
 
 def _is_traced(given: Any) -> bool:
     return isinstance(given, dict) and bool(given) and all(isinstance(one, TracedTensor) for one in given.values())
-
-
-def _files_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob('*') if path.is_file())

@@ -27,6 +27,7 @@ from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
+from xhf_hooks.system.files import write_missing
 
 if TYPE_CHECKING:
     import torch
@@ -184,10 +185,7 @@ def _copy_companions(folder: Path, base_model: LocatedBase) -> None:
         for content in base_model.read_files(('modules.json',)).values():
             paths = [module['path'] for module in json.loads(content) if module['path']]
             names += [name for path in paths for name in base_model.names_below(path)]
-    for name, content in base_model.read_files(names).items():
-        if not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+    write_missing(folder, base_model.read_files(names))
 
 
 def _write_named_code(folder: Path, base_model: LocatedBase) -> list[str]:
@@ -197,9 +195,7 @@ def _write_named_code(folder: Path, base_model: LocatedBase) -> list[str]:
     """
     files = {path.name: path.read_bytes() for path in folder.glob('*.json')}
     code, missing = base_model.read_code(files)
-    for name, content in code.items():
-        if not (folder / name).exists():
-            (folder / name).write_bytes(content)
+    write_missing(folder, code)
     missing = [name for name in missing if not (folder / name).exists()]
     if not missing:
         return []

@@ -43,7 +43,6 @@ from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
 from xhf_hooks.exporters.ties import TIE, are_embeddings_tied, matches, reads_tie
 from xhf_hooks.exporters.traced import TracedTensor, computed, traced
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
-from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.model import (
     input_embedding,
@@ -332,8 +331,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
         export.warnings_of_base  # noqa: B018  # found here, before a save in the background asks for them
         kind = self._class_that_loads(export.reference)
-        other_sets = {entry.file_set for entry in export.entries} - {FileSet()}
-        other_files = {one.path(one.stem + WEIGHTS_SUFFIX) for one in other_sets}
+        other_files = {entry.file_set.whole_file for entry in export.entries if entry.file_set != FileSet()}
         # The class does not load what is copied
         own = [one for one in placements if one.file not in other_files and one.hf_name not in export.copied]
         by_name = {one.hf_name: one for one in own}

@@ -48,9 +48,8 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
     order = {name: number for number, name in enumerate(own)}
     entries = []
     for file, tensors in weights.items():
-        combines: dict[
-            tuple[str, ...], CombineByReplay
-        ] = {}  # outputs that are made of the same tensors are made together
+        # Outputs that are made of the same tensors are made together
+        combines: dict[tuple[str, ...], CombineByReplay] = {}
         for hf_name, tensor in tensors.items():
             shape, dtype = tensor.description
             made_of = [own[name] for name in sorted(tensor.sources, key=order.__getitem__)]

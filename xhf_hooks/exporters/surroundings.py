@@ -23,10 +23,11 @@ from xhf_hooks.exporters.other_modules import (
 )
 from xhf_hooks.exporters.traced import traced
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.format.index import WEIGHTS_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import error_text
 from xhf_hooks.planning.types import ExportEntry
+from xhf_hooks.system.files import write_missing
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Surroundings:
     @property
     def weight_files(self) -> set[str]:
         """The paths of the files with their tensors."""
-        return {entry.file_set.path(entry.file_set.stem + WEIGHTS_SUFFIX) for entry in self.entries}
+        return {entry.file_set.whole_file for entry in self.entries}
 
     def write(self, folder: Path, path: str) -> list[str]:
         """Write the files without weights, and return warnings. Runs on: rank 0.
@@ -60,10 +61,7 @@ class Surroundings:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if is_of_other_modules(name):
                 write_config_of_other_modules(folder, path)
-        for name, content in self.answer.files.items():
-            if not (folder / name).exists():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+        write_missing(folder, self.answer.files)
         lost = [name for name in self.answer.not_saved if not (folder / name).exists()]
         return [*self.warnings, *warn_of_not_saved(lost)]
 
@@ -109,7 +107,6 @@ def ask_surroundings(request: ExportRequest, path: str, read: Collection[str]) -
 def _ask(whole: nn.Module, path: str, tensors: Mapping[str, ModelTensor]) -> tuple[SaveAnswer, tuple[str, ...]]:
     if not callable(getattr(whole, 'save_pretrained', None)) or _is_of_peft(whole):
         return SaveAnswer(), ()
-
     try:
         answer = ask_save_around(whole, tensors, {path, *adapters_in(whole)})
     except Exception as error:  # of any type, from the model's own code
@@ -117,9 +114,9 @@ def _ask(whole: nn.Module, path: str, tensors: Mapping[str, ModelTensor]) -> tup
         warning = f'modules of {type(whole).__name__} outside of the exported model are not saved: {problem}'
         return SaveAnswer(), (warning,)
     # The exported model itself is in model.safetensors of the main folder
-    weights = {name: tensors for name, tensors in answer.weights.items() if name != WEIGHTS_NAME}
-    lost = [*answer.not_saved, *(name for name in answer.weights if name == WEIGHTS_NAME)]
-    return SaveAnswer(weights, answer.files, tuple(lost)), ()
+    weights = dict(answer.weights)
+    lost = () if weights.pop(WEIGHTS_NAME, None) is None else (WEIGHTS_NAME,)
+    return SaveAnswer(weights, answer.files, (*answer.not_saved, *lost)), ()
 
 
 def _is_of_peft(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError, XhfError
@@ -136,13 +136,23 @@ def is_of_image(path: Path) -> bool:
     return False
 
 
+def _mounts() -> Iterator[tuple[list[str], list[str]]]:
+    """What is mounted here: fields of where, and of which file system (proc(5), mountinfo). Only Linux has them.
+
+    Raises:
+        OSError: This system has none.
+    """
+    for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
+        where, _, kind = line.partition(' - ')
+        yield where.split(), kind.split()
+
+
 def _is_on_overlay(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         device = os.stat(folder).st_dev
-        for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
-            mounted, _, kind = line.partition(' - ')
-            if mounted.split()[2] == f'{os.major(device)}:{os.minor(device)}':
-                return kind.split()[0] == 'overlay'
+        for mounted, kind in _mounts():
+            if mounted[2] == f'{os.major(device)}:{os.minor(device)}':
+                return kind[0] == 'overlay'
     return False
 
 
@@ -150,10 +160,9 @@ def _is_mount_point(path: Path) -> bool:
     """Whether something is mounted at a path, which no call can rename then."""
     if os.path.ismount(path):
         return True
-    with contextlib.suppress(OSError):  # a folder of the same file system (mount --bind): proc(5), mountinfo
+    with contextlib.suppress(OSError):  # a folder of the same file system (mount --bind)
         real = os.path.join(os.path.realpath(path.parent), path.name)
-        for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
-            mounted = re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split()[4])
-            if mounted == real:
+        for mounted, _ in _mounts():
+            if re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), mounted[4]) == real:
                 return True
     return False

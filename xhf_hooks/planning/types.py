@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
 from xhf_hooks.planning.spread import Spread
 
@@ -60,6 +61,11 @@ class FileSet:
     folder: str = ''
     stem: str = 'model'
     may_split: bool = True
+
+    @property
+    def whole_file(self) -> str:
+        """The path of the only file, if the set is not split."""
+        return self.path(self.stem + WEIGHTS_SUFFIX)
 
     def path(self, name: str) -> str:
         """The path of a file of the set, relative to the checkpoint."""

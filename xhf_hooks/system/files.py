@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from xhf_hooks.errors import LimitError
@@ -54,6 +54,14 @@ def drop_page_cache(fd: int, start: int, nbytes: int) -> None:
     """
     if hasattr(os, 'posix_fadvise'):
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def write_missing(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, by relative path, that the folder does not have yet. Those that are there stay."""
+    for name, content in files.items():
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
 def absolute(path: Path) -> Path:
