@@ -177,6 +177,7 @@ def test_training_notices_nothing(tmp_path):
     assert {name: vars(module) for name, module in model.named_modules()} == modules
 
 
+@pytest.mark.modern_only
 @pytest.mark.skipif(not converts_weights(), reason='the installed transformers converts no weights')
 @pytest.mark.parametrize('family', ['llava', 'paligemma'])
 def test_names_that_only_transformers_5_reads_are_told(family, tmp_path, caplog):
@@ -200,6 +201,7 @@ def test_names_that_only_transformers_5_reads_are_told(family, tmp_path, caplog)
     assert load_file(tmp_path / 'loaded' / 'model.safetensors').keys() == older.keys()
 
 
+@pytest.mark.modern_only
 @pytest.mark.skipif(not converts_weights(), reason='the installed transformers converts no weights')
 def test_towers_whose_names_did_not_change():
     """CLIPModel had its text model and its vision model under these names before."""
