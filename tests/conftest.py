@@ -116,7 +116,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f'{count} tests need {what}', red=True, bold=True)
     skipped = terminalreporter.stats.get('skipped', [])
     if skipped and config.getoption('--complete'):
-        terminalreporter.line(f'FAILED with --complete: {len(skipped)} tests were skipped, see above', red=True, bold=True)
+        terminalreporter.line(
+            f'FAILED with --complete: {len(skipped)} tests were skipped, see above', red=True, bold=True
+        )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,8 +15,7 @@ from xhf_hooks.base_model.files import (
     is_remote_code,
     warn_of_revisions,
 )
-from xhf_hooks.format.dtypes import is_float
-from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.format.dtypes import cast_float
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
 
@@ -227,19 +226,15 @@ class CompositeExporter(Exporter[CompositeExport]):
         return warnings
 
 
-def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
-    """Entries of tensors that are written as they are, except that floats are cast to ``dtype``.
+def names_read_by(entries: Iterable[ExportEntry]) -> set[str]:
+    """Names of the source tensors that the entries are made of."""
+    return {name for entry in entries for name in entry.reads}
 
-    There is no cast with None, nor with AS_IN_BASE: the base has no such tensors.
-    """
+
+def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:
+    """Entries of tensors that are written as they are, except that floats are cast (:func:`.cast_float`)."""
     return [
-        ExportEntry(
-            name,
-            spec.shape,
-            dtype if dtype not in (None, AS_IN_BASE) and is_float(spec.dtype) else spec.dtype,
-            (spec.name,),
-            file_set=files,
-        )
+        ExportEntry(name, spec.shape, cast_float(spec.dtype, dtype), (spec.name,), file_set=files)
         for name, spec in tensors.items()
     ]
 

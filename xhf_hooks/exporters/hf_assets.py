@@ -20,7 +20,7 @@ from xhf_hooks.compat.transformers import (
     text_config,
 )
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.ask_save import GENERATION_CONFIG, ModelTensor, SaveAnswer, ask_save
+from xhf_hooks.exporters.ask_save import GENERATION_CONFIG, ModelTensor, SaveAnswer, ask_save, has_own_save
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.surroundings import warn_of_not_saved
 from xhf_hooks.format import strict_json
@@ -112,7 +112,7 @@ def ask_with_generation_config(
         return ask_save(model, tensors, config, None), []
     generation = copy.deepcopy(original)
     _restore_forced(generation, base_model)
-    problem = ''
+    answer, problem = None, ''
     for sampling in (generation, _with_sampling(generation)):
         try:
             answer = ask_save(model, tensors, config, sampling)
@@ -124,8 +124,10 @@ def ask_with_generation_config(
                 f'{GENERATION_CONFIG}: do_sample was set to True, without which transformers refuses it: {problem}'
             )
             return answer, [] if sampling is generation else [warning]
-    answer = ask_save(model, tensors, config, None)
-    return answer, [f'{GENERATION_CONFIG} was not written: transformers refuses it: {problem}']
+    answer = answer or ask_save(model, tensors, config, None)
+    if has_own_save(model) and not problem:
+        return answer, []  # the class writes none
+    return answer, [f'{GENERATION_CONFIG} was not written: transformers refuses it{problem and f": {problem}"}']
 
 
 def _with_sampling(generation: GenerationConfig) -> GenerationConfig:

@@ -14,7 +14,15 @@ from xhf_hooks.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.compat.peft import edits_base, edits_base_again
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
-from xhf_hooks.exporters.base import CompositeExporter, Export, Exporter, ExportRequest, specs_below, unchanged_entries
+from xhf_hooks.exporters.base import (
+    CompositeExporter,
+    Export,
+    Exporter,
+    ExportRequest,
+    names_read_by,
+    specs_below,
+    unchanged_entries,
+)
 from xhf_hooks.exporters.base_config import warn_of_lost_config
 from xhf_hooks.exporters.find_model import (
     adapters_in,
@@ -146,7 +154,7 @@ class AdapterExporter(Exporter[AdapterExport]):
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
         surroundings = ask_surroundings(request, self._path, read)
-        read.update(name for entry in surroundings.entries for name in entry.reads)
+        read.update(names_read_by(surroundings.entries))
         return AdapterExport(
             entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *surroundings.entries),
             left_out=tuple(spec.name for spec in specs if spec.name not in read),

@@ -12,9 +12,8 @@ from pathlib import Path
 from torch import nn
 
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, ask_save_around
-from xhf_hooks.exporters.base import ExportRequest, unchanged_entries
+from xhf_hooks.exporters.base import ExportRequest, names_read_by, unchanged_entries
 from xhf_hooks.exporters.find_model import adapters_in
-from xhf_hooks.exporters.made_entries import entries_of
 from xhf_hooks.exporters.other_modules import (
     OTHER_FILES,
     is_of_other_modules,
@@ -22,9 +21,9 @@ from xhf_hooks.exporters.other_modules import (
     write_config_of_other_modules,
 )
 from xhf_hooks.exporters.traced import traced
-from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.exporters.traced_entries import entries_of
+from xhf_hooks.format.dtypes import TORCH_DTYPES, cast_float
 from xhf_hooks.format.index import WEIGHTS_NAME
-from xhf_hooks.format.safetensors import AS_IN_BASE
 from xhf_hooks.format.text import error_text
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system.files import write_missing
@@ -89,17 +88,15 @@ def ask_surroundings(request: ExportRequest, path: str, read: Collection[str]) -
     whole, specs = request.whole, request.specs
     if whole is None or path == '':
         return Surroundings()
-    cast = None if request.dtype in (None, AS_IN_BASE) else TORCH_DTYPES[request.dtype]
     tensors, own = {}, {}
     for spec in specs:
-        dtype = TORCH_DTYPES[spec.dtype]
-        source = traced(spec.name, spec.shape, dtype)
+        source = traced(spec.name, spec.shape, TORCH_DTYPES[spec.dtype])
+        written = ModelTensor(spec.shape, TORCH_DTYPES[cast_float(spec.dtype, request.dtype)], spec.name)
         for name in (spec.name, *spec.aliases):
-            written = cast if cast is not None and dtype.is_floating_point else dtype
-            tensors[name], own[name] = ModelTensor(spec.shape, written, spec.name), source
+            tensors[name], own[name] = written, source
     answer, warnings = _ask(whole, path, tensors)
     entries = entries_of(answer.weights, own)
-    written_names = {*read, *(name for entry in entries for name in entry.reads)}
+    written_names = {*read, *names_read_by(entries)}
     others = specs_of_other_modules(whole, [spec for spec in specs if spec.name not in written_names])
     return Surroundings((*entries, *unchanged_entries(others, request.dtype, OTHER_FILES)), answer, warnings)
 

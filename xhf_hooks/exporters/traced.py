@@ -60,7 +60,7 @@ class _Operation:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRange:
     """Consecutive elements of one source, in its order. ``offset`` is the index of the first."""
 
     source: str
@@ -76,7 +76,7 @@ class TracedTensor(torch.Tensor):
 
     sources: tuple[str, ...]
     _operation: _Operation | None  # None: it is a source itself
-    _place: int | None  # in the operation's results, if there are several
+    _result_index: int | None  # in the operation's results, if there are several
     # Its elements as a view of its only source, of which it may be a copy in another order in memory; None: it is none
     _view: torch.Tensor | None
     _stand_in: ValueStandIn | None
@@ -130,15 +130,15 @@ class TracedTensor(torch.Tensor):
             raise ChangedInPlaceError(f'{self._changes[0]} has changed {", ".join(self.sources)} in place')
 
     @property
-    def run(self) -> Run | None:
+    def element_range(self) -> ElementRange | None:
         """Which consecutive elements of one source it has, in their order; None if it has others."""
         self.require_unchanged()
         if self._view is None or not self._view.is_contiguous():
             return None
-        return Run(self.sources[0], self._view.storage_offset())
+        return ElementRange(self.sources[0], self._view.storage_offset())
 
     @property
-    def description(self) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Its shape and dtype, without the cost of asking a traced tensor."""
         self.require_unchanged()
         with torch._C.DisableTorchFunctionSubclass():
@@ -160,7 +160,7 @@ def traced(
     """
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
     made = empty.as_subclass(TracedTensor)
-    made.sources, made._operation, made._place, made._changes = (name,), None, None, []
+    made.sources, made._operation, made._result_index, made._changes = (name,), None, None, []
     made._view, made._stand_in = empty, stand_in
     made._memory = torch.UntypedStorage(1) if tied is None else tied._memory
     return made
@@ -197,7 +197,7 @@ def replay(
             args, kwargs = tree_map(value_of, (operation.args, operation.kwargs))
             results[id(operation)] = operation.function(*args, **kwargs)
         result = results[id(operation)]
-        return result if one._place is None else result[one._place]
+        return result if one._result_index is None else result[one._result_index]
 
     return {name: value_of(one) for name, one in made.items()}
 
@@ -206,7 +206,7 @@ def _made(
     result: torch.Tensor,
     operands: Sequence[TracedTensor],
     operation: _Operation,
-    place: int | None,
+    result_index: int | None,
     view: torch.Tensor | None,
 ) -> TracedTensor:
     """A result of an operation on traced tensors, with what it is made of."""
@@ -214,7 +214,7 @@ def _made(
     made.sources = operands[0].sources
     if len(operands) > 1:
         made.sources = tuple(dict.fromkeys(name for one in operands for name in one.sources))
-    made._operation, made._place, made._stand_in = operation, place, operands[0]._stand_in
+    made._operation, made._result_index, made._stand_in = operation, result_index, operands[0]._stand_in
     storage = result.untyped_storage()._cdata
     viewed = [one for one in operands if one.untyped_storage()._cdata == storage]
     made._changes = viewed[0]._changes if viewed else [change for one in operands for change in one._changes]
@@ -263,7 +263,7 @@ def _dtype_asked_for(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype:
 def _with_values(value: Any) -> Any:
     if not isinstance(value, TracedTensor):
         return value
-    shape, dtype = value.description
+    shape, dtype = value.shape_and_dtype
     if value._stand_in is None or math.prod(shape) > _MAX_VALUES:
         raise NotImplementedError('tensors on the meta device have no values')
     value._stand_in.was_read = True

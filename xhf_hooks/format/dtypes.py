@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from xhf_hooks.errors import TensorError
-from xhf_hooks.format.safetensors import DTYPES, FLOAT_DTYPES
+from xhf_hooks.format.safetensors import AS_IN_BASE, DTYPES, FLOAT_DTYPES
 
 #: Safetensors dtype to torch dtype, as far as this version of torch has it.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -29,6 +29,16 @@ def dtype_code(dtype: torch.dtype) -> str:
 def is_float(code: str) -> bool:
     """Whether the dtype is floating point; the option ``dtype`` never casts others."""
     return code in FLOAT_DTYPES
+
+
+def cast_float(code: str, wanted: str | None) -> str:
+    """The dtype in which a tensor is written.
+
+    Args:
+        code: Its dtype in training.
+        wanted: The dtype of all floats. None, or AS_IN_BASE where the base has no such tensor: as in training.
+    """
+    return wanted if wanted not in (None, AS_IN_BASE) and is_float(code) else code
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from xhf_hooks.exporters.ask_load import Loaded, ask_load
-from xhf_hooks.exporters.traced import Run, TracedTensor, replay
+from xhf_hooks.exporters.traced import ElementRange, TracedTensor, replay
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
 from xhf_hooks.sources.checkpoint.base_weights import base_weights
@@ -94,8 +94,8 @@ def tensors_made(loaded: Loaded, stored: Mapping[str, StoredTensor]) -> dict[str
 def _tensor_made(
     name: str, tensor: TracedTensor, stored: Mapping[str, StoredTensor], last_made: LastMade
 ) -> StoredTensor:
-    made_of, shape = tuple(stored[source] for source in tensor.sources), tensor.description[0]
-    if tensor.run == Run(tensor.sources[0], 0) and shape == made_of[0].shape:
+    made_of, shape = tuple(stored[source] for source in tensor.sources), tensor.shape_and_dtype[0]
+    if tensor.element_range == ElementRange(tensor.sources[0], 0) and shape == made_of[0].shape:
         return made_of[0]
     return MadeTensor(
         name,

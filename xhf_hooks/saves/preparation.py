@@ -9,7 +9,7 @@ from typing import Any
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import Export, Exporter, ExportRequest
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
@@ -87,7 +87,7 @@ def prepare_saves(
             ExportRequest(specs, options.dtype, options.carry_base, unwrapped.run_config or {}, unwrapped.model)
         )
         entries = export.entries
-        read_names = {name for entry in entries for name in entry.reads}
+        read_names = names_read_by(entries)
         _require_values(unwrapped, read_names)
         planned_specs = specs_with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have

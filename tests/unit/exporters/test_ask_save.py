@@ -132,6 +132,20 @@ def test_a_class_that_cannot_generate_and_has_its_own_save(tmp_path):
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
+class WithoutGeneration(transformers.LlamaForCausalLM):
+    """Its save writes the weights and the config alone."""
+
+    def save_pretrained(self, save_directory, **options):
+        super().save_pretrained(save_directory, **options)
+        Path(save_directory, 'generation_config.json').unlink()
+
+
+def test_a_class_that_writes_no_generation_config(tmp_path, caplog):
+    save_hf(WithoutGeneration(small_config(*ZOO['llama'])), tmp_path / 'found')
+    assert not (tmp_path / 'found' / 'generation_config.json').exists()
+    assert 'generation_config' not in caplog.text
+
+
 class Scored(nn.Module):
     """A wrapper whose files have a value and a size in them, and weights in two formats."""
 

@@ -18,7 +18,7 @@ from tests.helpers.runs.engines import save_folder
 from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError, ModelError
-from xhf_hooks.exporters.made_entries import entries_of
+from xhf_hooks.exporters.traced_entries import entries_of
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Placement
 

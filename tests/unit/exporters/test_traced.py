@@ -9,7 +9,7 @@ from torch import nn
 
 from xhf_hooks.exporters.traced import (
     ChangedInPlaceError,
-    Run,
+    ElementRange,
     TracedTensor,
     ValueStandIn,
     computed,
@@ -66,8 +66,8 @@ def test_one_source(done):
     a, _, _ = sources()
     found, expected = function(a), function(VALUES['a'])
     assert isinstance(found, TracedTensor) and found.sources == ('a',)
-    assert found.description == (tuple(expected.shape), expected.dtype)
-    assert found.run == (None if offset is None else Run('a', offset))
+    assert found.shape_and_dtype == (tuple(expected.shape), expected.dtype)
+    assert found.element_range == (None if offset is None else ElementRange('a', offset))
     made = replay({'x': found}, VALUES)['x']
     assert made.dtype == expected.dtype and torch.equal(made, expected)
     if offset is not None:
@@ -95,8 +95,8 @@ JOINED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 def test_several_sources(joined):
     function, names = JOINED[joined]
     found, expected = function(*sources()), function(*VALUES.values())
-    assert isinstance(found, TracedTensor) and found.sources == names and found.run is None
-    assert found.description == (tuple(expected.shape), expected.dtype)
+    assert isinstance(found, TracedTensor) and found.sources == names and found.element_range is None
+    assert found.shape_and_dtype == (tuple(expected.shape), expected.dtype)
     made = replay({'x': found}, VALUES)['x']
     assert made.dtype == expected.dtype and torch.equal(made, expected)
 
@@ -120,10 +120,10 @@ def test_what_was_changed_in_place_is_refused(change):
         change(a)
     for used in (a, view, copied, a.data, a[0], a * 2, torch.cat([b, a]), *a.chunk(2), nn.Parameter(a)):
         with pytest.raises(ChangedInPlaceError, match=r'has changed (b, )?a in place'):
-            used.run  # noqa: B018
+            used.element_range  # noqa: B018
         with pytest.raises(ChangedInPlaceError):
-            used.description  # noqa: B018
-    assert b.run == Run('b', 0) and torch.equal(replay({'x': before}, VALUES)['x'], VALUES['a'])
+            used.shape_and_dtype  # noqa: B018
+    assert b.element_range == ElementRange('b', 0) and torch.equal(replay({'x': before}, VALUES)['x'], VALUES['a'])
 
 
 def test_what_was_computed_may_be_changed_if_nobody_uses_it():
@@ -147,7 +147,7 @@ def test_what_several_need_is_made_once():
 
     a, b, _ = sources()
     whole = computed((12, 4), torch.float32, joined, a, b)
-    assert calls == [] and whole.sources == ('a', 'b') and whole.run is None
+    assert calls == [] and whole.sources == ('a', 'b') and whole.element_range is None
     made = replay({'upper': whole[:5], 'lower': whole.chunk(2)[1], 'doubled': whole * 2}, VALUES)
     expected = torch.cat([VALUES['a'], VALUES['b']])
     assert calls == [1]
@@ -186,4 +186,4 @@ def test_a_move_is_none_and_a_parameter_stays_one():
     ):
         assert moved is parameter
     for cast in (parameter.to('cpu', torch.bfloat16), parameter.to(torch.empty(1, dtype=torch.bfloat16))):
-        assert cast.run == Run('a', 0) and cast.description == ((2, 3), torch.bfloat16)
+        assert cast.element_range == ElementRange('a', 0) and cast.shape_and_dtype == ((2, 3), torch.bfloat16)

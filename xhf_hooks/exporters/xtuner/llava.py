@@ -20,9 +20,10 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.base import CompositeExporter, ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
-from xhf_hooks.exporters.huggingface import Built, HuggingFaceExport, HuggingFaceExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
+from xhf_hooks.exporters.reference import Reference
 from xhf_hooks.exporters.traced import TracedTensor, computed
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
@@ -174,7 +175,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         embeddings = [module for module in (llm.get_input_embeddings(), llm.get_output_embeddings()) if module]
         with_rows = {id(tensor) for module in embeddings for tensor in module.parameters()}
         names = [name for name, tensor in module_tensors(llm) if id(tensor) in with_rows]
-        rows = own[names[0]].description[0][0]
+        rows = own[names[0]].shape_and_dtype[0][0]
         tokenizer = self.base_tokenizer()
         needed = rows + 2 if not hasattr(tokenizer, 'add_tokens') else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
@@ -183,7 +184,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         grown: dict[int, TracedTensor] = {}
         for tensor in (own[name] for name in names):
             if id(tensor) not in grown:  # a tied tensor is resized once
-                shape, dtype = tensor.description
+                shape, dtype = tensor.shape_and_dtype
                 grown[id(tensor)] = computed((wanted, *shape[1:]), dtype, _with_mean_rows, tensor, wanted)
         replaced = {own[name].sources[0] for name in names}
         return {name: grown.get(id(tensor), tensor) for name, tensor in own.items()}, replaced
@@ -209,10 +210,10 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         setattr(config, dtype_field(config), getattr(text, dtype_field(text)))
         return config
 
-    def _build(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Built:
-        built = super()._build(own, request)
-        built.config.image_token_index = _rows_of(built.config) - 2  # replaced when the tokenizer is known
-        return built
+    def find_reference(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Reference:
+        reference = super().find_reference(own, request)
+        reference.config.image_token_index = _rows_of(reference.config) - 2  # replaced when the tokenizer is known
+        return reference
 
     def build_reference(
         self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
@@ -282,7 +283,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         """Number of class tokens in the visual encoder's output: 1 for CLIP, 0 for SigLIP."""
         positions = [one for n, one in self._of_vision(own).items() if n.endswith('position_embedding.weight')]
         n_patches = _n_patches(self._parts['visual_encoder']._model.config)
-        return positions[0].description[0][0] - n_patches if positions else 1
+        return positions[0].shape_and_dtype[0][0] - n_patches if positions else 1
 
     def _of_vision(self, own: Mapping[str, TracedTensor]) -> dict[str, TracedTensor]:
         (prefix,) = _prefixes(self._model)['visual_encoder'].values()

@@ -100,7 +100,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
                 own[name] = tensor
                 continue
             parts = (gate, up) if fused['part'] == 'w1w3' else (down,)
-            n_experts, rows, columns = tensor.description[0]
+            n_experts, rows, columns = tensor.shape_and_dtype[0]
             views = tensor.view(n_experts, len(parts), rows // len(parts), columns)
             for i in range(n_experts):
                 expert = f'{fused["experts"]}.{int(fused["shard"]) * n_experts + i}'

@@ -23,8 +23,8 @@ from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
 from xhf_hooks.exporters.hf_assets import compare_vocabulary
 from xhf_hooks.exporters.loading_check import loading_not_checked, require_none
-from xhf_hooks.exporters.made_entries import computing_nbytes, entries_of
 from xhf_hooks.exporters.traced import TracedTensor, traced
+from xhf_hooks.exporters.traced_entries import computing_nbytes, entries_of
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import some

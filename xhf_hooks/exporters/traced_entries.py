@@ -51,12 +51,12 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
         # Outputs that are made of the same tensors are made together
         combines: dict[tuple[str, ...], CombineByReplay] = {}
         for hf_name, tensor in tensors.items():
-            shape, dtype = tensor.description
+            shape, dtype = tensor.shape_and_dtype
             made_of = [own[name] for name in sorted(tensor.sources, key=order.__getitem__)]
             reads = tuple(dict.fromkeys(name for one in made_of for name in one.sources))
             entry = ExportEntry(hf_name, shape, dtype_code(dtype), reads, file_set=_file_set(file))
             offset = _offset(tensor, own) if len(reads) == 1 else None
-            is_unchanged = offset == 0 and made_of[0].is_source and made_of[0].description[0] == shape
+            is_unchanged = offset == 0 and made_of[0].is_source and made_of[0].shape_and_dtype[0] == shape
             if not is_unchanged:
                 combine = combines.setdefault(reads, CombineByReplay({}, own))
                 combine.outputs[hf_name] = tensor
@@ -67,9 +67,9 @@ def entries_of(weights: Mapping[str, Mapping[str, TracedTensor]], own: Mapping[s
 
 def _offset(tensor: TracedTensor, own: Mapping[str, TracedTensor]) -> int | None:
     """The offset of a contiguous output in its only source; None for another output."""
-    run = tensor.run
-    of_own = None if run is None else own[run.source].run
-    return None if run is None or of_own is None else of_own.offset + run.offset
+    part = tensor.element_range
+    of_own = None if part is None else own[part.source].element_range
+    return None if part is None or of_own is None else of_own.offset + part.offset
 
 
 def _file_set(file: str) -> FileSet:
