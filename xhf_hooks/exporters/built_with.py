@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.format.text import some
@@ -14,28 +13,30 @@ if TYPE_CHECKING:
 
     from xhf_hooks.exporters.loading_check import Problems
 
-#: More switches than this are not tried together; no class of transformers has more.
-_MAX_SWITCHES = 4
-
 
 def find_arguments(
     kind: type[PreTrainedModel], differences_with: Callable[[Mapping[str, Any]], Problems]
 ) -> dict[str, Any] | None:
     """The keyword arguments with which a class builds the trained model; None if there are none.
 
-    Only arguments that are true or false by default are tried, fewest at once first.
+    Only arguments that are true or false by default are tried, one after the other: each that makes it differ less
+    stays.
 
     Args:
         differences_with: Builds the class with some keyword arguments, and compares it with the trained model.
     """
-    parameters = inspect.signature(kind.__init__).parameters.values()
-    switches = {one.name: not one.default for one in parameters if type(one.default) is bool}
-    names = list(switches)[:_MAX_SWITCHES]
-    for chosen in (together for n in range(1, len(names) + 1) for together in combinations(names, n)):
-        arguments = {name: switches[name] for name in chosen}
-        if not any(differences_with(arguments).values()):
-            return arguments
-    return None
+    arguments: dict[str, Any] = {}
+    n_left = _count(differences_with(arguments))
+    for one in inspect.signature(kind.__init__).parameters.values():
+        if n_left and type(one.default) is bool:
+            n_with = _count(differences_with({**arguments, one.name: not one.default}))
+            if n_with < n_left:
+                arguments[one.name], n_left = not one.default, n_with
+    return None if n_left else arguments
+
+
+def _count(problems: Problems) -> int:
+    return sum(map(len, problems.values()))
 
 
 def warn_of_arguments(kind: type[PreTrainedModel], arguments: Mapping[str, Any], without: Problems) -> list[str]:

@@ -1,6 +1,6 @@
 """Builds the trained model on the meta device.
 
-- XTuner's models, from the run's config: ``llm``, ``ref_llm``, ``visual_encoder``, ``projector``, ``v_head``.
+- XTuner's models, from the run's config (:mod:`.xtuner_models`).
 - Models of transformers.Trainer and Axolotl, from ``config.json`` and ``adapter_config.json`` in the checkpoint.
 - Other modules that contain one transformers model, from the folder given with ``--base``. Its path in the module
   follows from the names in the checkpoint.
@@ -9,17 +9,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from xhf_hooks.base_model.files import LocatedBase, find_base_file
-from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
+from xhf_hooks.compat.transformers import text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, OptionError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
 from xhf_hooks.format.text import some
@@ -27,7 +26,7 @@ from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.meta_model import MetaModel
 from xhf_hooks.meta_model.nested_adapters import adapt_parts
 from xhf_hooks.meta_model.placing import below, beside_backbone, place
-from xhf_hooks.meta_model.run_config import RunConfig, Unread, required
+from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.starting_weights import StartingWeights, base_named_by, checkpoints_loaded_over
 from xhf_hooks.meta_model.stored_names import without_adapters
 from xhf_hooks.meta_model.trainer_files import (
@@ -37,21 +36,13 @@ from xhf_hooks.meta_model.trainer_files import (
     folder_of_trainer_files,
     is_save_of_hook,
 )
+from xhf_hooks.meta_model.xtuner_models import build_xtuners, freeze_parts, is_xtuners
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-#: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
-_MODELS = ('llm', 'ref_llm', 'visual_encoder')
-#: Options that freeze, and what they freeze in LLaVAModel and in InternVL_V1_5 (xtuner ``model/internvl.py``).
-_FROZEN_BY = {
-    'freeze_llm': {'llm', 'language_model'},
-    'freeze_visual_encoder': {'visual_encoder', 'vision_model'},
-}
-_ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 
 
 def build_meta_model(
@@ -86,14 +77,14 @@ def build_meta_model(
     meta_model = MetaModel('', stored, trust_remote_code, module, architecture, has_recorded_trained, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
-        if config is not None and config.model is not None and _is_xtuners(config.model):
+        if config is not None and config.model is not None and is_xtuners(config.model):
             if architecture is not None:
                 raise OptionError('architecture', f'no value, since {config.where} says what was trained', architecture)
-            _build_xtuners(meta_model, config.model, config.where, base)
+            build_xtuners(meta_model, config.model, config.where, base)
         elif base is not None or folder is not None or base_named_by(config, stored, None) is not None:
             _build_of_transformers(meta_model, found, base, config)
             if config is not None and config.model is not None:
-                _freeze(meta_model.module, config.model)
+                freeze_parts(meta_model.module, config.model)
         else:
             problem = 'no config was found' if config is None else f'{config.where} has no supported model'
             problem += f' ({"; ".join(notes)})' if notes else ''
@@ -103,47 +94,6 @@ def build_meta_model(
             )
     meta_model.over_base = StartingWeights.find(meta_model.module, checkpoints_loaded_over(config))
     return meta_model
-
-
-def _build_xtuners(meta_model: MetaModel, model: Mapping[str, Any], where: str, base: str | None) -> None:
-    kind = model['type'].rpartition('.')[2]
-    meta_model.described_by = f'{kind} of {where}'
-    module = meta_model.module
-    for name in _MODELS:
-        if isinstance(model.get(name), Mapping):
-            child = _child_of_xtuners(meta_model, model, name, where, base if name != 'visual_encoder' else None)
-            if kind == 'RewardModel' and name == 'llm':
-                child = child.model  # xtuner keeps the backbone only (model/reward.py)
-            module.add_module(name, child)
-    for option, name in _ADAPTERS.items():
-        _require_read(model.get(option), f'model.{option}', where)
-        if isinstance(model.get(option), Mapping) and hasattr(module, name):
-            lora = transformers_model.lora_config_of(model[option], where)
-            setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
-    _add_the_rest(module, model, meta_model.stored)
-    _freeze(module, model)
-
-
-def _child_of_xtuners(
-    meta_model: MetaModel, model: Mapping[str, Any], name: str, where: str, base: str | None
-) -> nn.Module:
-    options, what = model[name], f'model.{name}.pretrained_model_name_or_path'
-    folder = base or str(required(options.get('pretrained_model_name_or_path'), what, where))
-    parts = str(required(options.get('type'), f'model.{name}.type', where)).split('.')
-    auto_class = parts[-2] if parts[-1] == 'from_pretrained' and len(parts) > 1 else parts[-1]
-    remedy = transformers_model.NAME_BASE
-    if name == 'visual_encoder':  # --base is that of the llm
-        remedy = f'copy the config that MMEngine dumped into the work_dir, set {what} in it, and give it with --config'
-    config = meta_model.config_in(folder, '--base' if base else f'{what} of {where}', remedy)
-    for option, value in options.items():
-        if hasattr(config, option) or option in ROPE_OPTIONS:
-            _require_read(value, f'model.{name}.{option}', where)
-    unknown = transformers_model.apply_options(config, options)
-    if unknown:
-        meta_model.notes.append(f'{where}: options of model.{name} that {type(config).__name__} lacks: {some(unknown)}')
-    if name != 'visual_encoder':
-        meta_model.notes += _enlarge_context(config, model.get('max_position_embeddings'), where)
-    return meta_model.built(folder, config, auto_class)
 
 
 def _build_of_transformers(
@@ -292,74 +242,3 @@ def _take_generation_config(meta_model: MetaModel, model: nn.Module, found: Foun
     if differing:
         name = f'generation_config.json is that of {folder}, beside the checkpoint, not that of {given}'
         meta_model.notes.append(f'{name}; they differ in {some(differing, 5)}')
-
-
-def _require_read(value: Any, what: str, where: str) -> None:
-    """Refuse a value that is unread, or has a part that is."""
-    if isinstance(value, Unread):
-        required(value, what, where)
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for name, part in parts:
-        _require_read(part, f'{what}.{name}', where)
-
-
-def _is_xtuners(model: Mapping[str, Any]) -> bool:
-    return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
-
-
-def _enlarge_context(config: PretrainedConfig, wanted: Any, where: str) -> list[str]:
-    """Same as ``_prepare_for_long_context_training`` in xtuner ``model/sft.py``; a note where it cannot be done."""
-    now = getattr(config, 'max_position_embeddings', None)
-    if type(wanted) is not int or type(now) is not int or not has_rope(config):
-        return []
-    factor = float(-(-wanted // now)) if wanted > now else 1.0
-    if set_rope_option(config, 'rope_scaling', {'type': 'linear', 'factor': factor}):
-        return []
-    return [
-        f'{where}: model.max_position_embeddings is not applied, since {type(config).__name__} has RoPE for each kind '
-        f'of layer; set rope_parameters in the config.json of OUT to those of training'
-    ]
-
-
-def _add_the_rest(module: nn.Module, model: Mapping[str, Any], names: Collection[str]) -> None:
-    children = {name.partition('.')[0] for name in names}
-    if 'v_head' in children:
-        hidden = text_config(module.llm.config).hidden_size
-        module.v_head = nn.Linear(hidden, 1, bias=False, device='meta')
-    if 'ref_llm' in children and not hasattr(module, 'ref_llm'):
-        module.ref_llm = nn.Module()  # a copy of llm, not exported; its tensors are skipped by name
-    if 'visual_encoder' in model:
-        module.projector = _projector(module, model)
-
-
-def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
-    """XTuner's own class: its code is exported with the weights."""
-    with transformers_model.refused_as(ConfigError, "a LLaVAModel needs xtuner's projector"), torch.device('meta'):
-        from xtuner.model.modules.projector import ProjectorConfig, ProjectorModel
-
-        config = ProjectorConfig(
-            visual_hidden_size=module.visual_encoder.config.hidden_size,
-            llm_hidden_size=module.llm.config.hidden_size,
-            depth=model.get('projector_depth', 2),
-        )
-        return ProjectorModel(config)
-
-
-def _freeze(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """Freeze the parts that XTuner's LLaVAModel and InternVL_V1_5 freeze; adapters stay trainable.
-
-    Models around them, such as Sa2VA's, have their config under the name of the part.
-    """
-    for option, names in _FROZEN_BY.items():
-        for path, parameter in module.named_parameters() if model.get(option) is True else ():
-            if not names.isdisjoint(path.split('.')[:2]):
-                parameter.requires_grad_(_is_trained_with_adapter(path))
-    for name, part in module.named_children():
-        if isinstance(model.get(name), Mapping):
-            _freeze(part, model[name])
-
-
-def _is_trained_with_adapter(path: str) -> bool:
-    return 'lora_' in path or '.modules_to_save.' in path
