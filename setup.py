@@ -61,7 +61,7 @@ setup(
     # Names alone: pip would replace an installed package that is below a bound, and a trainer's torch with it. Not
     # transformers: where it is missing, the newest one would replace an older huggingface_hub. What cannot work is
     # refused by name when a run or a command starts (system/versions.py). The extras install what is missing.
-    # isal is what the measured speed needs (format/checksum.py); where it cannot be installed, zlib does the same.
+    # isal computes checksums (format/checksum.py)
     install_requires=['torch', 'numpy', 'isal'],
     extras_require={
         'convert': CONVERT,

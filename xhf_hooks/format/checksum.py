@@ -1,84 +1,37 @@
 """CRC-32 (as in zlib, gzip and PNG) of bytes and of concatenations, and counts of infinities and NaNs in them.
 
-With isal (ISA-L) it is several times faster than with zlib. Both release the GIL for more than 5 kB.
+isal (ISA-L) is several times faster than zlib. It releases the GIL for more than 5 kB.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-try:
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:
-    from zlib import crc32 as _crc32
-_combine: Callable[[int, int, int], int] | None
-try:
-    from isal.isal_zlib import crc32_combine as _combine
-except ImportError:  # no isal, or an older one
-    _combine = None
+from isal import isal_zlib
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _READ_NBYTES = 2**20
-_POLYNOMIAL = 0xEDB88320  # of CRC-32; the highest power is the lowest bit
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
     """Checksum of ``data``; ``value`` is the checksum of preceding bytes."""
-    return _crc32(data, value)
+    return isal_zlib.crc32(data, value)
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:
     """Checksum of a concatenation, from both checksums and the size of the second part."""
-    return (combine_in_python if _combine is None else _combine)(first, second, second_nbytes)
-
-
-def combine_in_python(first: int, second: int, second_nbytes: int) -> int:
-    """:func:`combine` without isal. Takes 0.1 ms at most.
-
-    Source: ``crc32.c`` of zlib 1.3, ``crc32_combine``: ``first`` times x to the number of bits that follow it.
-    """
-    return _multiply(_power(8 * second_nbytes), first) ^ second
+    return isal_zlib.crc32_combine(first, second, second_nbytes)
 
 
 def shift(crc: int, nbytes: int) -> int:
     """The contribution (by XOR) of bytes with this checksum to the checksum of a text with ``nbytes`` more bytes."""
     return combine(crc, 0, nbytes)
-
-
-@lru_cache(maxsize=1024)  # many tensors of a model have one size
-def _power(exponent: int) -> int:
-    """x to the ``exponent``, modulo the polynomial."""
-    product = 1 << 31  # 1
-    for number in range(exponent.bit_length()):
-        if exponent >> number & 1:
-            product = _multiply(_square(number), product)
-    return product
-
-
-@lru_cache(maxsize=64)
-def _square(number: int) -> int:
-    """x, squared ``number`` times."""
-    return _multiply(_square(number - 1), _square(number - 1)) if number else 1 << 30
-
-
-def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the polynomial."""
-    product, bit = 0, 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-        bit >>= 1
-    return product
 
 
 def to_hex(crc: int) -> str:
