@@ -114,7 +114,7 @@ def test_there_are_many_messages():
 
 
 def test_the_layers_are_those_that_imports_are_checked_by():
-    table = PAGES['how-it-works.md'].partition('## Layers')[2].partition('## Terms')[0]
+    table = PAGES['how-it-works.md'].partition('## Layers')[2].partition('## Invariants')[0]
     cells = re.findall(r'^\| (`[^|]+) \|', table, flags=re.MULTILINE)
     told = [name.removesuffix('/').removesuffix('.py') for cell in cells for name in re.findall('`([^`]+)`', cell)]
     assert told == [*LAYERS[1:]]

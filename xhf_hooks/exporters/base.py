@@ -28,13 +28,13 @@ class ExportRequest:
     """What an exporter is asked for.
 
     Attributes:
-        specs: All tensors of the trained model.
+        specs: All tensors of the trained model, which a source reads: from the live model, or from a checkpoint.
         dtype: Safetensors dtype to cast floats to, except those that the class keeps in fp32; AS_IN_BASE: each as in
             the base model's files; None keeps the training dtype.
-        carry_base: The option.
+        carry_base: The option: 'all' also copies tensors of the base in modules that the trained class does not have.
         run_config: The config of the run; empty without one.
         whole: The trained model, if what surrounds the exported one is saved, too, as in a SentenceTransformer
-            (exporters/surroundings.py); None: only the exported model is.
+            (exporters/surroundings.py); None: only the exported model is, as for parts of a composite.
     """
 
     specs: Sequence[TensorSpec]
@@ -53,7 +53,7 @@ class Export:
         left_out: Tensors of the source that are intentionally not written.
         adapter_base_tensors: The tensors of a model whose adapter is written alone. That the base is left out goes
             without saying, unless training changes it.
-        combine_nbytes: Largest allocation of one ``combine`` call, in bytes.
+        combine_nbytes: Largest allocation of one call of an entry's ``combine``, in bytes.
         n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field.
     """
 

@@ -55,9 +55,9 @@ class HuggingFaceExport(Export):
 
     Attributes:
         reference: The model that ``from_pretrained`` will build, and the config to write.
-        own: The tensors of the exported model by each of their names in it, made of tensors of the source. Tied ones
-            are one object.
-        answer: What ``save_pretrained`` of its class writes.
+        own: The tensors of the exported model by each of their names in it. Their sources are names in the trained
+            model. Tied ones are one object.
+        answer: What ``save_pretrained`` of its class writes. The sources of these tensors are names in ``own``.
         surroundings: What is saved around the exported model.
         base_model: The base.
         fingerprint: Of what it was made from (:meth:`HuggingFaceExporter.fingerprint`).
@@ -124,15 +124,16 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         hf_assets.require_json(self._model)
         fingerprint = self.fingerprint()
         base = base_dtypes(self.base_model) if request.dtype == AS_IN_BASE else None
-        dtype = request.dtype if base is None else base.of_model
+        # The dtype of the model as a whole, which config.json names; single tensors may have another one (below)
+        model_dtype = request.dtype if base is None else base.of_model
         own, replaced = self.own_tensors(request.specs)
-        reference = self.find_reference(own, replace(request, dtype=dtype))
-        answer, warnings = self._ask_save(own, reference, dtype)
+        reference = self.find_reference(own, replace(request, dtype=model_dtype))
+        answer, warnings = self._ask_save(own, reference, model_dtype)
         entries = entries_of(answer.weights, own)
         if base is not None:
             entries = base.applied_to(entries, reference.model.base_model_prefix)
-        elif dtype is not None:
-            entries = self._cast(entries, dtype, own, reference)
+        elif model_dtype is not None:
+            entries = self._cast(entries, model_dtype, own, reference)
         copied = []
         if request.carry_base is not None:
             copied = entries_to_copy([entry.hf_name for entry in entries], reference.model, self.base_model)
@@ -155,8 +156,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def fingerprint(self) -> str:
         """What saves depend on besides tensors, as text: the configs, and what the class's own save may write."""
         generation = getattr(self._model, 'generation_config', None)
-        own = _plain_attributes(self._model) if has_own_save(self._model) else {}
-        return repr((self._model.config.to_dict(), None if generation is None else generation.to_dict(), own))
+        attributes = _plain_attributes(self._model) if has_own_save(self._model) else {}
+        return repr((self._model.config.to_dict(), None if generation is None else generation.to_dict(), attributes))
 
     def is_outdated(self, export: HuggingFaceExport) -> bool:
         return export.fingerprint != self.fingerprint()
@@ -223,7 +224,11 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             return copy_on_meta(self._model, config, {name: one.shape_and_dtype[0] for name, one in own.items()})
 
     def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
-        """The model whose class is asked what it saves."""
+        """The model whose class is asked what it saves: the trained one; where another class is written, the reference.
+
+        Args:
+            reference: The model that ``from_pretrained`` will build.
+        """
         return self._model
 
     def _ask_save(
@@ -243,10 +248,11 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def _cast(
         self, entries: Sequence[ExportEntry], dtype: str, own: Mapping[str, TracedTensor], reference: Reference
     ) -> list[ExportEntry]:
-        """The entries with a dtype, except those that ``from_pretrained`` with this dtype keeps in fp32.
+        """The entries with this dtype, except those that ``from_pretrained`` with this dtype keeps in fp32.
 
         Such as DeepSeek-V3's ``e_score_correction_bias``. The rule differs between versions, and between parameters and
-        buffers, so the installed one loads them, empty.
+        buffers, so the installed one loads them, empty. Of the others most have this dtype already, as
+        :meth:`_ask_save` gave it to them; a ``save_pretrained`` of the class's own may have cast some.
         """
         kept: set[str] = set()
         if dtype != 'F32' and keeps_fp32(reference.model):

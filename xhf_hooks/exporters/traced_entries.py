@@ -80,15 +80,15 @@ def _file_set(file: str) -> FileSet:
     return FileSet(folder, path.name.removesuffix(WEIGHTS_SUFFIX), may_split=False)
 
 
-def computing_nbytes(entries: Sequence[ExportEntry], computed: Collection[str]) -> int:
+def computing_nbytes(entries: Sequence[ExportEntry], replaced: Collection[str]) -> int:
     """Peak memory for outputs that are computed together: some are cut out of computed tensors as copies.
 
     Args:
-        computed: Names of the source tensors in whose place something is computed, such as a merged weight.
+        replaced: Names of the source tensors in whose place something is computed, such as a merged weight.
     """
     together: dict[int, list[ExportEntry]] = {}
     for entry in entries:
-        if entry.combine is not None and not set(computed).isdisjoint(entry.reads):
+        if entry.combine is not None and not set(replaced).isdisjoint(entry.reads):
             together.setdefault(id(entry.combine), []).append(entry)
     return max(map(_combine_nbytes, together.values()), default=0)
 

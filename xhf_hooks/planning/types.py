@@ -24,6 +24,9 @@ Combine = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class TensorSpec:
     """A full, unpartitioned tensor of a source.
 
+    A save is planned again if the specs are not equal to those of its plan, and the plan's digest, which ranks compare,
+    has them as text. So a field must not change during training, nor differ between ranks.
+
     Attributes:
         aliases: Other names of the same parameter (tied weights), found by identity.
         has_master: Whether an fp32 master copy exists, as for trained 16-bit parameters.
