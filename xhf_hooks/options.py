@@ -527,9 +527,15 @@ class RunOptions(SaveOptions):
         """Whether ``save_at`` names this iteration."""
         return iteration in (self.save_at or ())
 
-    def saves_at_until(self, last: int) -> bool:
-        """Whether ``save_at`` names an iteration up to the last one."""
-        return self.save_at is not None and self.save_at[0] <= last
+    def has_unscheduled_saves(self, last: int) -> bool:
+        """Whether saves may be made besides those of a schedule and of best scores.
+
+        Args:
+            last: The last iteration.
+        """
+        is_at_an_iteration = self.save_at is not None and self.save_at[0] <= last
+        may_be_requested = bool(self.save_on_signal) or self.interval_minutes is not None
+        return self.save_last or is_at_an_iteration or may_be_requested
 
     def __post_init__(self) -> None:
         super().__post_init__()

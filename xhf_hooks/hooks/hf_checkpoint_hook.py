@@ -68,22 +68,20 @@ class HFCheckpointHook(RunFrontend, Hook):
         """
         self.close()
         options = self.options
-        unwrapped = unwrap(runner.model, _wrappers())
         log = RunLog(runner.logger, 'HFCheckpointHook')
         out_dir = Path(options.out_dir or Path(runner.log_dir, 'hf_model'))
         # A save replaces out_dir as a whole: it must not be work_dir, nor hold it. Inside work_dir it is fine
         require_apart(out_dir, Path(runner.work_dir), 'the work_dir of the run')
         _warn_about_hooks_of_this_name(runner, log)
         self._schedule = resolve_schedule(runner, options.interval, options.by_epoch)
-        lacks_scores = options.save_best is not None and not validates(runner)
-        self._best = None if lacks_scores else self._best_metric()  # anew: it keeps the scores of one training
+        has_scores = options.save_best is not None and validates(runner)
+        self._best = self._best_metric() if has_scores else None  # anew: it keeps the scores of one training
         self._scores, self._has_compared = {}, False
-        is_asked = bool(options.save_on_signal) or options.interval_minutes is not None
-        is_asked |= options.saves_at_until(runner.max_iters)
-        saves_anyway = options.save_last or self._best is not None or is_asked
-        check_schedule(runner, self._schedule, log, saves_anyway=saves_anyway, lacks_scores=lacks_scores)
-        unwrapped = choose_weights(unwrapped, runner.hooks, self, ema=options.ema, log=log)
-        unwrapped = replace(unwrapped, run_config=runner.cfg)
+        has_other_saves = has_scores or options.has_unscheduled_saves(runner.max_iters)
+        will_miss_scores = options.save_best is not None and not has_scores
+        check_schedule(runner, self._schedule, log, has_other_saves, will_miss_scores=will_miss_scores)
+        live = replace(unwrap(runner.model, _wrappers()), run_config=runner.cfg)
+        unwrapped = choose_weights(live, runner.hooks, self, ema=options.ema, log=log)
         info = RunInfo(
             out_dir,
             schedule=None if self._schedule.interval <= 0 else str(self._schedule),
@@ -179,7 +177,7 @@ class HFCheckpointHook(RunFrontend, Hook):
                 for metric, score in improved.items()
             ]
 
-        if run.saving_to not in (None, run.newest):
+        if run.is_saving_to_extra_target:
             # A best save is in flight: its score is remembered after its commit, before new scores are compared
             run.wait_for_background_save()
         try:

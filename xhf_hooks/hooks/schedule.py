@@ -48,12 +48,14 @@ def validates(runner: Any) -> bool:
     return runner.val_loop is not None and (not last or getattr(runner.train_loop, 'val_begin', 0) <= last)
 
 
-def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway: bool, lacks_scores: bool) -> None:
+def check_schedule(
+    runner: Any, schedule: Schedule, log: RunLog, has_other_saves: bool, *, will_miss_scores: bool = False
+) -> None:
     """Warn before training if the schedule makes no save, or ``save_best`` does not.
 
     Args:
-        saves_anyway: Whether there are other saves, such as at the end or of the best score.
-        lacks_scores: ``save_best`` is set, and there will be no scores.
+        has_other_saves: Whether there are saves besides those of the schedule, such as at the end or of the best score.
+        will_miss_scores: Whether ``save_best`` is set, and no validation during training will give a score.
 
     Raises:
         OptionError: There are no saves at all.
@@ -65,14 +67,14 @@ def check_schedule(runner: Any, schedule: Schedule, log: RunLog, *, saves_anyway
     found = f'{schedule}, but training ends after {last} {"epochs" if schedule.by_epoch else "iterations"}'
     if is_one_epoch:
         found = f'{schedule}, but this train loop counts iterations: its one epoch is all of training'
-    if (is_never or is_late) and not saves_anyway:
+    if (is_never or is_late) and not has_other_saves:
         expected = 'an interval' if is_never else 'a smaller interval'
-        expected += ', or save_last=True, or ' + ('a validation for save_best' if lacks_scores else 'save_best')
+        expected += ', or save_last=True, or ' + ('a validation for save_best' if will_miss_scores else 'save_best')
         expected += ': nothing would ever be saved'
         raise OptionError('interval', expected, schedule.interval if is_never else found)
     if not is_never and (is_late or is_one_epoch):
         log.warning(f'interval: {found}; set a smaller one, or by_epoch=False')
-    if lacks_scores:
+    if will_miss_scores:
         log.warning('save_best: no validation during training gives a score, so no best model is saved')
 
 

@@ -141,10 +141,8 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
     def _check_schedule(self, args: TrainingArguments, state: TrainerState, log: RunLog) -> None:
         every = self.options.save_steps or state.save_steps
         is_late = self.options.save_strategy == 'steps' and every > state.max_steps
-        is_asked = bool(self.options.save_on_signal) or self.options.interval_minutes is not None
-        is_asked |= self.options.saves_at_until(state.max_steps)
-        saves_anyway = self.options.save_last or is_asked or self._saves_best(args)
-        if (is_late or self._when(args, state) is None) and not saves_anyway:
+        has_other_saves = self._saves_best(args) or self.options.has_unscheduled_saves(state.max_steps)
+        if (is_late or self._when(args, state) is None) and not has_other_saves:
             expected = "'steps' or 'epoch' before training ends, or save_last: otherwise nothing is ever saved"
             raise OptionError('save_strategy', expected, self.options.save_strategy)
         if is_late:

@@ -30,7 +30,7 @@ def test_a_validation_that_begins_after_the_end_is_none(run, expected):
 
 
 @pytest.mark.parametrize(
-    ('interval', 'lacks_scores', 'said'),
+    ('interval', 'will_miss_scores', 'said'),
     [
         (-1, False, 'expected an interval, or save_last=True, or save_best: nothing would ever be saved, found -1'),
         (-1, True, 'or a validation for save_best: nothing would ever be saved, found -1'),
@@ -41,8 +41,8 @@ def test_a_validation_that_begins_after_the_end_is_none(run, expected):
         ),
     ],
 )
-def test_a_run_that_would_save_nothing(interval, lacks_scores, said):
+def test_a_run_that_would_save_nothing(interval, will_miss_scores, said):
     schedule = Schedule(interval, by_epoch=False)
     with pytest.raises(OptionError) as told:
-        check_schedule(run_of(val_loop=None), schedule, None, saves_anyway=False, lacks_scores=lacks_scores)
+        check_schedule(run_of(val_loop=None), schedule, None, False, will_miss_scores=will_miss_scores)
     assert said in str(told.value)
