@@ -3,8 +3,8 @@
 A config is never executed, and nothing is imported from it. Configs dumped by MMEngine consist of literals and
 ``dict(...)``, with class names as dotted strings. Hand-written ones import names and refer to earlier fields: after
 ``from transformers import AutoModelForCausalLM``, that name means ``'transformers.AutoModelForCausalLM'``. Any other
-expression becomes :class:`Unread`, which is an error only where the value is needed. So does each value that a later
-statement may have changed, under whatever name.
+expression becomes :class:`Unread`, which is an error only where the value is needed. A config whose statements may
+change a value after its definition is refused: MMEngine dumps a plain one with every run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from xhf_hooks.errors import ConfigError
 from xhf_hooks.format.text import error_text
 
 #: Functions that change none of their arguments, besides ``dict``.
-_CHANGE_NOTHING = ('len', 'max', 'min', 'print', 'range', 'repr', 'sorted', 'str', 'sum')
-#: Functions with which code reaches every name.
-_REACH_ALL = ('eval', 'exec', 'globals', 'locals', 'vars')
+_CHANGE_NOTHING = ('float', 'int', 'len', 'list', 'max', 'min', 'range', 'repr', 'round', 'sorted', 'str', 'sum')
+#: Expressions that give names to values, or call functions with values that have no name in the config.
+_MAY_CHANGE = (ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Await, ast.Yield)
+#: The remedy where the config of the run is not named.
+_DUMPED = 'give --config the config that MMEngine dumped into the work_dir'
 #: Fields that say what model was trained, and with which tokenizer.
 _COMPARED = ('model', 'tokenizer')
 
@@ -98,7 +100,10 @@ def find_run_config(
     notes: list[str] = []
     candidates: list[RunConfig] = []
     if given is not None:
-        candidates.append(_given(given))
+        try:
+            candidates.append(_given(given))
+        except NotPlainError as error:
+            raise ConfigError(f'{error.problem}; {_dumped(in_checkpoint, checkpoint)}') from None
     if in_checkpoint:
         where = f'the config in {checkpoint}'
         try:
@@ -117,6 +122,26 @@ def find_run_config(
             notes.append(f'{chosen.where} and {other.where} differ in {difference}: the first is taken')
             break
     return chosen, notes
+
+
+class NotPlainError(ConfigError):
+    """A config has statements that are not run.
+
+    Attributes:
+        problem: The message without the remedy.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f'{problem}; {_DUMPED}')
+        self.problem = problem
+
+
+def _dumped(in_checkpoint: str | None, checkpoint: Path) -> str:
+    """The remedy that names the config which MMEngine dumped."""
+    if in_checkpoint:
+        return f'leave --config out: {checkpoint} has the config that MMEngine dumped'
+    found, _ = _configs_beside(checkpoint, [])
+    return f'give --config {found[0].where}, which MMEngine dumped' if found else _DUMPED
 
 
 def _given(file: Path) -> RunConfig:
@@ -186,23 +211,15 @@ def _parse_data(text: str, file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f'{file}: not a config: expected fields, found a {type(fields).__name__}')
     if '_base_' in fields:
-        raise _inherits(str(file))
+        raise NotPlainError(f'{file}: it inherits from another config')
     return {str(name): value for name, value in fields.items()}
-
-
-def _inherits(where: str) -> ConfigError:
-    return ConfigError(
-        f'{where}: it inherits from another config, and base configs are not read; give --config the complete config '
-        f'that MMEngine dumped into the work_dir'
-    )
 
 
 def required(value: Any, what: str, where: str) -> Any:
     """Return a value of the config that must be there."""
     if isinstance(value, Unread):
         raise ConfigError(
-            f'{where}, line {value.line}: {what} is {value.text!r}, which is not run; give --config the config that '
-            f'MMEngine dumped into the work_dir, or --base'
+            f'{where}, line {value.line}: {what} is {value.text!r}, which is not run; {_DUMPED}, or --base'
         )
     if value is None:
         raise ConfigError(f'{where}: {what} is missing; name the model that training started from with --base')
@@ -211,15 +228,10 @@ def required(value: Any, what: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class Unread:
-    """An expression that is not evaluated, and its line.
-
-    Attributes:
-        mentions: Values of the names in it. The expression may be one of them, or contain it.
-    """
+    """An expression that is not evaluated, and its line."""
 
     text: str
     line: int
-    mentions: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 class _Imported(str):
@@ -230,7 +242,8 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
     """The config's fields.
 
     Raises:
-        ConfigError: It is not Python, or inherits from another config.
+        ConfigError: It is not Python.
+        NotPlainError: It inherits from another config, or may change a value after its definition.
     """
     names: dict[str, Any] = {}
     try:
@@ -238,92 +251,78 @@ def parse_config(text: str, where: str) -> dict[str, Any]:
             warnings.simplefilter('ignore')  # invalid escape sequences
             tree = ast.parse(text)
         for statement in tree.body:
-            _read_statement(statement, names)
+            if not _read_statement(statement, names):
+                line = f'{where}, line {statement.lineno}'
+                raise NotPlainError(f'{line}: {_unread(statement).text!r} is no plain assignment, and is not run')
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f'{where}: not a config: {type(error).__name__}: {str(error)[:200]}; give another with --config'
         ) from None
-    if '_base_' in names or any(map(_reads_base, tree.body)):
-        raise _inherits(where)
+    if '_base_' in names:
+        raise NotPlainError(f'{where}: it inherits from another config')
     return {name: value for name, value in names.items() if not isinstance(value, _Imported)}
 
 
-def _reads_base(node: ast.stmt) -> bool:
-    """Whether the statement is ``with read_base():`` of MMEngine's lazy configs."""
-    return isinstance(node, ast.With) and any('read_base' in ast.dump(item.context_expr) for item in node.items)
+def _read_statement(node: ast.stmt, names: dict[str, Any]) -> bool:
+    """Update what names mean; returns False for a statement that may change a value which another name holds."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
+            for alias in node.names:
+                name = alias.asname or alias.name.partition('.')[0]
+                names[name] = _Imported(module + alias.name if module or alias.asname else name)
+            return True
+        case ast.Assign():
+            return _assign(node.targets, node.value, names)
+        case ast.AnnAssign(value=ast.expr() as value):
+            return _assign([node.target], value, names)
+        case ast.AugAssign(target=ast.Name(id=name), value=value):
+            old = names.get(name)  # custom_hooks += [...] changes the list itself, under each of its names
+            is_held = any(_holds(other, old) for key, other in names.items() if key != name)
+            names[name] = _unread(node)
+            is_safe = isinstance(old, (int, float, str)) or (isinstance(old, list) and not is_held)
+            return is_safe and _changes_nothing(value, names)
+        case ast.If():
+            before, is_safe = dict(names), _changes_nothing(node.test, names)
+            is_safe = all([_read_statement(each, names) for each in (*node.body, *node.orelse)]) and is_safe
+            changed = [name for name, value in names.items() if name not in before or value is not before[name]]
+            names.update(dict.fromkeys(changed, _unread(node)))
+            return is_safe
+        case _:
+            return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
-def _read_statement(node: ast.stmt, names: dict[str, Any]) -> None:
-    """Update what names mean. Those that it may change, other than by ``name = value``, become :class:`Unread`."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        module = f'{node.module or ""}.' if isinstance(node, ast.ImportFrom) else ''
-        for alias in node.names:
-            name = alias.asname or alias.name.partition('.')[0]
-            names[name] = _Imported(module + alias.name if module or alias.asname else name)
-        return
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    if targets and node.value is not None and all(isinstance(target, ast.Name) for target in targets):  # type: ignore[attr-defined]
-        value = _value(node.value, names)  # type: ignore[attr-defined]
-        _forget_changed(node.value, names)  # type: ignore[attr-defined]
-        for target in targets:  # a field, even if its value is an imported name
-            names[target.id] = str(value) if isinstance(value, _Imported) else value  # type: ignore[attr-defined]
-    else:
-        _forget_changed(node, names)
+def _assign(targets: Sequence[ast.expr], value: ast.expr, names: dict[str, Any]) -> bool:
+    """Assign a value to names; see :func:`_read_statement`."""
+    for target in targets:
+        if not isinstance(target, ast.Name):
+            return False
+        found = _value(value, names)  # a field, even if its value is an imported name
+        names[target.id] = str(found) if isinstance(found, _Imported) else found
+    return _changes_nothing(value, names)
 
 
-def _forget_changed(node: ast.AST, names: dict[str, Any]) -> None:
-    """Make :class:`Unread` what a statement or an expression may change, by each name that it has.
-
-    It changes the names that it stores, and what is in the values of those whose items or attributes it sets or that
-    it gives to a function. A block is taken as if all of it ran.
-    """
-    stored, changed, touched = set[str](), set[str](), set[int]()
-    is_block = any(isinstance(inner, ast.stmt) for inner in ast.walk(node) if inner is not node)
+def _changes_nothing(node: ast.expr, names: Mapping[str, Any]) -> bool:
+    """Whether an expression changes no value of the config: functions other than these may change what they are given."""
+    fields = {name for name, value in names.items() if not isinstance(value, _Imported)}
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
-            stored.add(inner.id)
-        elif isinstance(inner, (ast.Subscript, ast.Attribute)) and not isinstance(inner.ctx, ast.Load):
-            owner = None if is_block else _value(inner.value, names)  # in a block, names may mean something else
-            if isinstance(owner, (dict, list)):
-                touched.add(id(owner))  # what is in it stays as it is
-            else:
-                changed |= _loaded(inner)
-        elif isinstance(inner, ast.AugAssign) and isinstance(inner.target, ast.Name):
-            # custom_hooks += [...] gives the list more items, and those that it has stay as they are
-            touched.add(id(names.get(inner.target.id)))
-        elif isinstance(inner, ast.Call) and not _changes_nothing(inner.func, names):
-            changed |= _loaded(inner)
-    if changed.intersection(_REACH_ALL):
-        changed |= names.keys()
-    unread = _unread(node, names)
-    values = [names[name] for name in changed if name in names]
-    names.update(dict.fromkeys(stored, unread))
-    values += [names[name] for name in changed & stored]  # of a loop, for example
-    touched |= {number for value in values for number in _parts(value)}
-    for name, value in names.items():
-        if not touched.isdisjoint(_parts(value)):
-            names[name] = unread
+        if isinstance(inner, ast.Call) and not _is_call_of_known(inner, names):
+            if any(isinstance(part, ast.Name) and part.id in fields for part in ast.walk(inner)):
+                return False
+        elif isinstance(inner, _MAY_CHANGE):
+            return False
+    return True
 
 
-def _loaded(node: ast.AST) -> set[str]:
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
+def _is_call_of_known(call: ast.Call, names: Mapping[str, Any]) -> bool:
+    name = call.func.id if isinstance(call.func, ast.Name) else ''
+    return _makes_dict(names.get(name, name)) or (name in _CHANGE_NOTHING and name not in names)
 
 
-def _changes_nothing(function: ast.expr, names: Mapping[str, Any]) -> bool:
-    if not isinstance(function, ast.Name):
-        return False
-    return _makes_dict(names.get(function.id, function.id)) or (
-        function.id in _CHANGE_NOTHING and function.id not in names
-    )
-
-
-def _parts(value: Any) -> Iterator[int]:
-    """Identities of the lists and dicts in a value, those that an unread expression may hold included."""
-    if isinstance(value, (dict, list)):
-        yield id(value)
+def _holds(value: Any, wanted: Any) -> bool:
+    """Whether a value is, or contains, another."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for one in value.mentions if isinstance(value, Unread) else inner:
-        yield from _parts(one)
+    return value is wanted or any(_holds(one, wanted) for one in inner)
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -336,11 +335,11 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
                 owner = _value(node.value, names)
                 if isinstance(owner, _Imported):
                     return _Imported(f'{owner}.{node.attr}')
-                return owner[node.attr] if isinstance(owner, dict) else _unread(node, names)
+                return owner[node.attr] if isinstance(owner, dict) else _unread(node)
             case ast.Subscript():
                 owner = _value(node.value, names)
                 is_container = isinstance(owner, (dict, list, tuple))
-                return owner[ast.literal_eval(node.slice)] if is_container else _unread(node, names)
+                return owner[ast.literal_eval(node.slice)] if is_container else _unread(node)
             case ast.List():
                 return [_value(item, names) for item in node.elts]
             case ast.Tuple():
@@ -354,14 +353,12 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
                 named = {word.arg: _value(word.value, names) for word in node.keywords}
                 return dict(*given, **named)  # type: ignore[arg-type]
         return ast.literal_eval(node)
-    return _unread(node, names)
+    return _unread(node)
 
 
 def _makes_dict(function: Any) -> bool:
     return function == 'dict' or str(function).endswith('.ConfigDict')
 
 
-def _unread(node: ast.AST, names: Mapping[str, Any]) -> Unread:
-    mentions = tuple(names[name] for name in sorted(_loaded(node)) if name in names)
-    line = getattr(node, 'lineno', 0)
-    return Unread(ast.unparse(node).partition('\n')[0][:80], line, mentions)
+def _unread(node: ast.AST) -> Unread:
+    return Unread(ast.unparse(node).partition('\n')[0][:80], getattr(node, 'lineno', 0))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from xhf_hooks.errors import ConfigError
-from xhf_hooks.meta_model.run_config import Unread, parse_config
+from xhf_hooks.meta_model.run_config import NotPlainError, Unread, find_run_config, parse_config
 
 LAZY = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,10 +21,13 @@ model = dict(
 )
 pair = (path, [-1, True])
 computed = sorted([2, 1])
-changed = [1]
-changed += [2]
+hooks = [dict(type='A')]
+accumulative_counts = 16
+accumulative_counts *= 2
 if computed:
+    hooks += [dict(type='B')]
     path = 'elsewhere'
+also = hooks
 """
 
 
@@ -43,8 +46,8 @@ def test_a_lazy_config_reads_as_mmengine_dumps_it():
     assert read['template'] == 'xtuner.utils.PROMPT_TEMPLATE.qwen_chat'
     assert 'torch' not in read, 'a module is no field'
     assert read['computed'] == Unread('sorted([2, 1])', 14)
-    assert isinstance(read['changed'], Unread), 'it was changed by what is not read'
-    assert isinstance(read['path'], Unread)
+    for name in ('hooks', 'also', 'accumulative_counts', 'path'):
+        assert isinstance(read[name], Unread), f'{name} was changed by what is not read'
 
 
 def test_a_dumped_config_is_read_as_mmengine_reads_it():
@@ -62,61 +65,72 @@ def test_a_dumped_config_is_read_as_mmengine_reads_it():
     assert parse_config(text, 'dumped.py') == expected
 
 
-LAZY_BASE = 'from mmengine.config import read_base\nwith read_base():\n    from .b import *\n'
-
-
-@pytest.mark.parametrize('text', ["_base_ = './other.py'\nlr = 1", LAZY_BASE])
-def test_an_inherited_config_is_refused(text):
-    with pytest.raises(ConfigError, match='inherits'):
-        parse_config(text, 'a.py')
-
-
-#: Statements that may change ``model`` after its definition.
-CHANGES = (
+HEAD = "x = 1\nlora = dict(r=4, lora_alpha=16, names=['q'])\nmodel = dict(type='a.B', lora=lora)\n"
+#: Statements that may change ``model`` after its definition, or that MMEngine runs before it reads the config.
+NOT_PLAIN = (
+    "_base_ = './other.py'",
+    'from mmengine.config import read_base\nwith read_base():\n    from .b import *',
     "model['lora']['lora_alpha'] = 32",
     'model.lora.lora_alpha = 32',
     "model['lora'].update(lora_alpha=32)",
-    'model.update(lora=dict(r=4))',
     "if True:\n    model['lora']['lora_alpha'] = 32",
+    "if x:\n    y = 1\nelse:\n    lora |= {'lora_alpha': 32}",
+    "if model.update(type='x'):\n    pass",
     "for part in (model['lora'],):\n    part['lora_alpha'] = 32",
-    "for name in ('lora',):\n    model[name]['lora_alpha'] = 32",
-    "other = model\nother['lora']['lora_alpha'] = 32",
-    "other = model['lora']\nother['lora_alpha'] = 32",
-    "other = model if x else {}\nother['lora']['lora_alpha'] = 32",
-    "other = dict(a=model)\nother['a']['lora']['lora_alpha'] = 32",
-    "lora['lora_alpha'] = 32",
     "lora |= {'lora_alpha': 32}",
+    "names = lora['names']\nnames += ['k']",
+    "names = model.lora.names\nnames += ['k']",
+    "one = lora or 1\none |= {'lora_alpha': 32}",
     "del model['lora']['lora_alpha']",
     'patch(model)',
     'x = patch(lora)',
-    "def change():\n    model['lora']['lora_alpha'] = 32\nchange()",
-    "(other := model)['lora']['lora_alpha'] = 32",
+    'x = dict(a=patch(b=(1, lora)))',
+    "y = [1, model.pop('lora')]",
+    "y = lora.update({'lora_alpha': 32})",
+    'y = [part.clear() for part in (lora,)]',
+    "def change():\n    model['lora']['lora_alpha'] = 32",
+    '(other := model)',
+    'y = (model := {})',
     "globals()['model'] = {}",
     'with change() as model:\n    pass',
     'x, model = 1, {}',
 )
 
 
-@pytest.mark.parametrize('statement', CHANGES)
-def test_what_may_have_changed_is_unread(statement):
-    head = "x = 1\nlora = dict(r=4, lora_alpha=16)\nmodel = dict(type='a.B', lora=lora)\nbeside = dict(c=[1])\n"
-    read = parse_config(head + statement, 'a.py')
-    assert isinstance(read['model'], Unread) or isinstance(read['model']['lora'], Unread)
-    assert statement.startswith('globals') or read['beside'] == {'c': [1]}
+@pytest.mark.parametrize('statement', NOT_PLAIN)
+def test_what_is_not_plain_is_refused(statement):
+    with pytest.raises(NotPlainError, match='give --config the config that MMEngine dumped'):
+        parse_config(HEAD + statement, 'a.py')
+
+
+def test_what_changes_nothing_is_read():
     unchanged = (
-        "print(model)\ny = len(model)\nz = model['lora']['r']\nmodel2 = dict(model)\nq = dict(m=model)\n'text'\n"
+        "y = len(model)\nz = model['lora']['r']\nmodel2 = dict(model)\nq = dict(m=model)\n'text'\npass\n"
+        "from os import path\nroot = '/a'\nfile = path.join('/a', 'b')\nsize = int(2048 - (336 / 14) ** 2)\n"
+        'other: int = 1\nhooks = []\nif x > 1:\n    hooks += [lora]\n'
     )
-    assert parse_config(head + unchanged, 'a.py')['model'] == {'type': 'a.B', 'lora': {'r': 4, 'lora_alpha': 16}}
-    assert parse_config(head + unchanged, 'a.py')['z'] == 4
+    read = parse_config(HEAD + unchanged, 'a.py')
+    assert read['model'] == {'type': 'a.B', 'lora': {'r': 4, 'lora_alpha': 16, 'names': ['q']}}
+    assert read['z'] == 4
+    assert isinstance(read['file'], Unread) and isinstance(read['hooks'], Unread)
 
 
-def test_a_list_that_gets_more_items_changes_none_of_those_it_has():
-    """As in each of XTuner's configs, whose hooks hold the tokenizer."""
-    head = 'tokenizer = dict(a=1)\nhooks = [dict(tokenizer=tokenizer)]\n'
-    for change in ('if varlen:\n    hooks += [dict(b=2)]', "hooks[0]['b'] = 2"):
-        read = parse_config(f'{head}{change}\nalso = hooks\n', 'a.py')
-        assert read['tokenizer'] == {'a': 1}
-        assert isinstance(read['hooks'], Unread) and isinstance(read['also'], Unread)
+@pytest.mark.parametrize('dumped', ['meta', 'vis_data', 'work_dir', 'none'])
+def test_a_refusal_names_the_config_that_mmengine_dumped(dumped, tmp_path):
+    (tmp_path / 'given.py').write_text(HEAD + 'patch(model)')
+    work_dir = tmp_path / 'work_dir'
+    file = work_dir / {'vis_data': '20260101_000000/vis_data/config.py'}.get(dumped, 'run.py')
+    file.parent.mkdir(parents=True)
+    if dumped in ('vis_data', 'work_dir'):
+        file.write_text(HEAD)
+    with pytest.raises(ConfigError) as refusal:
+        find_run_config(tmp_path / 'given.py', HEAD if dumped == 'meta' else None, work_dir / 'iter_5.pth')
+    line = f"{tmp_path / 'given.py'}, line 4: 'patch(model)' is no plain assignment, and is not run; "
+    remedy = {
+        'meta': f'leave --config out: {work_dir / "iter_5.pth"} has the config that MMEngine dumped',
+        'none': 'give --config the config that MMEngine dumped into the work_dir',
+    }
+    assert str(refusal.value) == line + remedy.get(dumped, f'give --config {file}, which MMEngine dumped')
 
 
 def hostile_texts(trace: Path) -> dict[str, str]:
