@@ -112,14 +112,14 @@ class Conversion:
             base=options.base,
             module=options.module,
             architecture=options.architecture,
-            has_recorded_trained=checkpoint.trained is not None,
+            trained=named.trained,
             notes=config_notes,
             trust_remote_code=options.trust_remote_code,
         )
         module = self._meta_model.module
         stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
         dtype = self._dtype_of_frozen(stored)
-        notes_on_others = add_other_modules(module, stored, checkpoint.trained)
+        notes_on_others = add_other_modules(module, stored, named.trained)
         match = match_checkpoint(self._meta_model, stored, dtype)
         _forget_quantizers(module, stored)
         self._exporter = exporter_for(

@@ -53,7 +53,7 @@ def build_meta_model(
     base: str | None,
     module: str | None = None,
     architecture: str | None = None,
-    has_recorded_trained: bool = False,
+    trained: frozenset[str] | None = None,
     notes: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> MetaModel:
@@ -65,7 +65,7 @@ def build_meta_model(
         module: The option ``module``; it chooses the model where the checkpoint has several.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
         architecture: The name of the trained class, given by the user; takes precedence over config.json.
-        has_recorded_trained: Whether the checkpoint records what was trained. Then it has all of that.
+        trained: Names of the parameters that the checkpoint records as trained. Then it has all of them.
         notes: Why configs beside the checkpoint were not read.
 
     Raises:
@@ -74,7 +74,7 @@ def build_meta_model(
     """
     if architecture is not None and transformers_model.class_named(architecture) is None:
         raise OptionError('architecture', 'the name of a class of the installed transformers', architecture)
-    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, has_recorded_trained, notes=[*notes])
+    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, trained, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
         if config is not None and config.model is not None and is_xtuners(config.model):
@@ -162,7 +162,7 @@ def _built_as_trained(
             return built(config)
     other = meta_model.find_class(for_other_class, model, base)
     # Where the checkpoint records what was trained, it may leave out what is frozen
-    if other is None and model is not None and not meta_model.has_recorded_trained:
+    if other is None and model is not None and meta_model.trained is None:
         arguments = transformers_model.arguments_of(model, inside)
         if arguments:
             meta_model.forget_built(notes)

@@ -12,8 +12,8 @@ from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.meta_model.meta_model import Base, MetaModel
-from xhf_hooks.meta_model.older_names import rename_older
-from xhf_hooks.meta_model.other_modules import models_in
+from xhf_hooks.meta_model.older_names import place_of, rename_older
+from xhf_hooks.meta_model.other_modules import add_modules_inside, models_in
 from xhf_hooks.meta_model.starting_weights import StartingWeights
 from xhf_hooks.meta_model.stored_names import is_of_adapter
 from xhf_hooks.meta_model.transformers_model import other_version_remedy
@@ -89,13 +89,21 @@ def match_checkpoint(
         stored |= renamed.tensors
         for name in renamed.used:
             del unexpected[name]
+    unexpected = {name: None for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)}
+    for one in meta_model.bases:
+        prefix, part = place_of(one.model, meta_model.module)
+        # Names below those that peft gives are the run's; others may show that the base is another model
+        if not part and adapters_in(meta_model.module):
+            match.notes += add_modules_inside(one.model, prefix, [*unexpected], stored, meta_model.trained)
     other_shape, is_slice = list[str](), list[bool]()
     for tensor, names in names_by_identity(meta_model.module):
         matching = list(dict.fromkeys(stored[name] for name in names if name in stored))
         for name in names:
             unexpected.pop(name, None)
+        if meta_model.trained is not None and not meta_model.trained.isdisjoint(names):
+            tensor.requires_grad_()  # also outside of an adapter
         base = meta_model.base_of(tensor)
-        is_lent = not matching and base is not None and (meta_model.has_recorded_trained or base.is_frozen(tensor))
+        is_lent = not matching and base is not None and (meta_model.trained is not None or base.is_frozen(tensor))
         found = matching[0] if matching else None
         if is_lent and base is not None:
             found = _lent_by(base, tensor, names, meta_model.over_base, trained_dtype)
@@ -182,7 +190,6 @@ def _judge(meta_model: MetaModel, other_shape: list[str], unexpected: list[str])
         raise BaseModelError(
             f'the checkpoint and the model of {meta_model.described_by} differ: {some(other_shape)}; {_REMEDY}'
         )
-    unexpected = [name for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)]
     inside = tuple(f'{path}.'.removeprefix('.') for path, _ in models_in(meta_model.module))
     if lost := [name for name in unexpected if name.startswith(inside)]:
         lack = f'the checkpoint has tensors that the model of {meta_model.described_by} lacks: {some(lost)}'

@@ -90,7 +90,7 @@ class MetaModel:
         stored: The checkpoint's tensors, by each of their names.
         path: The option ``module``; it chooses the model where the checkpoint has several.
         architecture: The option of that name: the class that was trained.
-        has_recorded_trained: Whether the checkpoint records what was trained.
+        trained: Names of the parameters that the checkpoint records as trained; None if it records none.
         has_config_of_base: Whether its config is the base's, since the run has left none of its own.
         over_base: What the run loaded over the weights of its base.
     """
@@ -100,7 +100,7 @@ class MetaModel:
     trust_remote_code: bool
     path: str | None = None
     architecture: str | None = None
-    has_recorded_trained: bool = False
+    trained: frozenset[str] | None = None
     module: nn.Module = field(default_factory=nn.Module)
     bases: list[Base] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ def rename_older(
         stored: The checkpoint's tensors, by each of their names.
     """
     own = {id(tensor): name for name, tensor in reversed(module_tensors(module))}
-    place, part = _place_of(model, module)
+    place, part = place_of(model, module)
     inside = {name: tensor for name, tensor in stored.items() if name.startswith(place)}
     plain = {name: part + name_in_base(name[len(place) :]) for name in inside}
     shapes = {name: tuple(tensor.shape) for name, tensor in module_tensors(module)}
@@ -103,7 +103,7 @@ def rename_older(
     return found
 
 
-def _place_of(model: nn.Module, module: nn.Module) -> tuple[str, str]:
+def place_of(model: nn.Module, module: nn.Module) -> tuple[str, str]:
     """The path of a model in the trained one, and that of the part which is there: all of it, or its backbone.
 
     Both end with a dot, if they are not empty.

@@ -1,4 +1,4 @@
-"""What a checkpoint has outside of the models that were rebuilt: modules of the run's own code, such as Sa2VA's.
+"""What a checkpoint has of the run's own code: modules around a model, such as Sa2VA's, and in it, such as LISA's.
 
 That code is not run. A module of this kind gets an empty one with its tensors, which is all that exporters ask of it.
 """
@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.text import counted, some
+from xhf_hooks.meta_model.stored_names import is_of_adapter
+from xhf_hooks.meta_model.transformers_model import class_named, first_architecture
 from xhf_hooks.model import module_tensors
 from xhf_hooks.sources.stored_tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def add_other_modules(
@@ -35,16 +41,67 @@ def add_other_modules(
     copies = tuple(prefix for model in models.values() for prefix in _copies_of(model, outside))
     outside = {name: tensor for name, tensor in outside.items() if not name.startswith(copies)}
     for name, tensor in outside.items():
-        *path, own_name = name.split('.')
         is_trained = is_float(tensor.dtype) if trained is None else name in trained
-        empty = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta')
-        _module_at(module, path).register_parameter(own_name, nn.Parameter(empty, requires_grad=is_trained))
+        _add_parameter(module, name, tensor, requires_grad=is_trained)
     if trained is not None or not outside:
         return []
     return [
         f'the checkpoint does not say what was trained, so all that it has of other modules is written: '
         f'{counted(len(outside), "tensor")} ({some([*outside])})'
     ]
+
+
+def add_modules_inside(
+    model: PreTrainedModel,
+    prefix: str,
+    unexpected: Collection[str],
+    stored: Mapping[str, StoredTensor],
+    trained: Collection[str] | None,
+) -> list[str]:
+    """Add to a model the modules that the class of the run has in it, such as LISA's decoder; notes for the user.
+
+    They are new children of the model or of its backbone: a name anywhere else shows that the base is another model.
+
+    Args:
+        model: On the meta device. Its class becomes a subclass that has these modules, too.
+        prefix: The prefix of its tensors in the checkpoint.
+        unexpected: Names in the checkpoint that nothing in the meta model has.
+        stored, trained: As of :func:`add_other_modules`.
+    """
+    found = {name.removeprefix(prefix): stored[name] for name in unexpected if name.startswith(prefix)}
+    found = {name: one for name, one in found.items() if not is_of_adapter(name) and _is_in_new_child(model, name)}
+    if not found:
+        return []
+    kind = type(model)
+
+    def add_to(self: PreTrainedModel) -> None:
+        for name, tensor in found.items():
+            is_trained = is_float(tensor.dtype) if trained is None else prefix + name in trained
+            _add_parameter(self, name, tensor, requires_grad=is_trained)
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, *args, **options)
+        add_to(self)
+
+    named = first_architecture(getattr(model.config, 'architectures', None))
+    name = named if named is not None and class_named(named) is None else f'Own{kind.__name__}'
+    # Exporters build the class anew. transformers reads its code in the file of its module
+    model.__class__ = type(name, (kind,), {'__init__': __init__, '__module__': kind.__module__})
+    add_to(model)
+    return [
+        f'{counted(len(found), "tensor")} of modules that the run has in its model, and {kind.__name__} has not '
+        f'({some([*found])}): only the class of the run loads them, for which config.json names {name}'
+    ]
+
+
+def _is_in_new_child(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is in a child that the model, or its backbone, does not have."""
+    child, _, rest = name.partition('.')
+    own = getattr(model, child, None)
+    if child == model.base_model_prefix and isinstance(own, nn.Module):
+        child, _, rest = rest.partition('.')
+        return bool(rest) and not hasattr(own, child)
+    return bool(rest) and own is None
 
 
 def models_in(module: nn.Module, path: str = '') -> Iterator[tuple[str, nn.Module]]:
@@ -64,6 +121,12 @@ def _copies_of(model: nn.Module, names: Collection[str]) -> list[str]:
         parts = name.split('.')
         counts.update('.'.join([*parts[:n], '']) for n in range(1, len(parts)) if '.'.join(parts[n:]) in own)
     return [prefix for prefix, count in counts.items() if 2 * count >= len(own)]
+
+
+def _add_parameter(module: nn.Module, name: str, tensor: StoredTensor, *, requires_grad: bool) -> None:
+    *path, own_name = name.split('.')
+    empty = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device='meta')
+    _module_at(module, path).register_parameter(own_name, nn.Parameter(empty, requires_grad=requires_grad))
 
 
 def _module_at(module: nn.Module, path: Sequence[str]) -> nn.Module:

@@ -39,11 +39,13 @@ class NamedTensors:
     """The tensors of a checkpoint, under the names that the trained model gives them.
 
     Attributes:
+        trained: Names of the parameters that are known to be trained; None if nothing shows it.
         quantized: Names of weights that training had quantized. They are left out, with the state of their quantizer.
         notes: Messages for the log.
     """
 
     tensors: list[StoredTensor]
+    trained: frozenset[str] | None
     quantized: frozenset[str]
     notes: list[str]
 
@@ -54,7 +56,7 @@ def name_as_in_model(
     """Give tensors names without wrappers, and the trained adapter the name that it has in a meta model.
 
     Args:
-        trained: Names of the parameters that are known to be trained; None if nothing shows it.
+        trained: As of :class:`NamedTensors`, by the names in the checkpoint.
         adapter_folder: The name of the folder with the adapter's config; peft calls it as the adapter.
 
     Raises:
@@ -62,12 +64,12 @@ def name_as_in_model(
         ConfigError: Several adapters may be the trained one.
     """
     named = _without_wrappers(tensors)
-    trained = None if trained is None else {without_wrappers(name) for name in trained}
+    trained = None if trained is None else frozenset(map(without_wrappers, trained))
     named, notes = _with_one_adapter(named, trained, adapter_folder)
     weights = {tensor.name: _weight_of_state(tensor.name) for tensor in named}
     quantized = frozenset(filter(None, weights.values()))
     left = [tensor for tensor in named if tensor.name not in quantized and weights[tensor.name] is None]
-    return NamedTensors(left, quantized, notes)
+    return NamedTensors(left, trained, quantized, notes)
 
 
 def name_in_base(name: str) -> str:

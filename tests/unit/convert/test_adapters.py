@@ -6,13 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.checks.compare import folder_tensors
-from tests.helpers.checks.converted import assert_converted_as_by_the_hook, base_of, checkpoint_of, convert
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
+from tests.helpers.checks.converted import (
+    assert_converted_as_by_the_hook,
+    base_of,
+    checkpoint_of,
+    config_of,
+    convert,
+)
 from tests.helpers.models.adapted import KINDS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available
+from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from tests.unit.exporters.test_lora_exporter import INITS, saves_resized_embeddings
+from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.meta_model.frozen import dtype_of_frozen
 from xhf_hooks.meta_model.run_config import RunConfig
@@ -102,3 +110,48 @@ def test_the_dtype_of_frozen_weights_that_are_nowhere(llm, adapter, expected):
     stored = {'llm.lora_A.default.weight': StoredTensor('x', (1,), adapter, (torch.ones(1),))}
     config = RunConfig('run.py', {'model': {'type': 'xtuner.model.SupervisedFinetune', 'llm': llm}})
     assert dtype_of_frozen(config, stored, []) == expected
+
+
+def _lisa(base: Path) -> Any:
+    """A model with modules of its own, of which transformers knows nothing, as LISA's decoder of masks."""
+    import transformers
+
+    class OwnLlamaForCausalLM(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.mask_decoder = torch.nn.Linear(8, 3)
+            self.model.text_hidden_fcs = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, 8)])
+
+    return OwnLlamaForCausalLM.from_pretrained(base)
+
+
+#: What is trained outside of the adapter, by parts of its names.
+OUTSIDE = {'heads': ('lm_head', 'embed_tokens'), 'all': ('lm_head', 'embed_tokens', 'mask_decoder', 'text_hidden_fcs')}
+
+
+@pytest.mark.parametrize('outside', OUTSIDE)
+@pytest.mark.parametrize('layout', ['deepspeed', 'file'])
+def test_what_is_trained_outside_of_the_adapter(outside, layout, tmp_path, capsys):
+    """Merged as by the hook. The adapter alone would lose it, which the hook refuses; a file does not say so."""
+    save_tokenizer(base_of('llama', tmp_path / 'base'), 131)
+    live = adapt(_lisa(tmp_path / 'base'), dtype=torch.float16)
+    for name, parameter in live.named_parameters():
+        if any(part in name for part in OUTSIDE[outside]):
+            parameter.requires_grad_(True).data += 0.5
+    trained = {name for name, p in live.named_parameters() if p.requires_grad}
+    save_hf(live, tmp_path / 'hook', lora='merge')
+    state = live.state_dict()
+    if layout == 'file':
+        checkpoint = checkpoint_of(live, tmp_path / 'run', whole=True)
+    else:
+        masters = {name: tensor.float() for name, tensor in state.items() if name in trained}
+        frozen = {name: tensor for name, tensor in state.items() if name not in trained}
+        checkpoint = MadeCheckpoint(masters=masters, frozen=frozen, stage=2).write(tmp_path / 'run' / 'global_step5')
+        live.peft_config['default'].save_pretrained(tmp_path / 'run')
+    out = convert(checkpoint, tmp_path / 'out', '--lora', 'merge')
+    assert_same_folder_tensors(out, tmp_path / 'hook')
+    assert config_of(out) == config_of(tmp_path / 'hook')
+    assert 'mask_decoder.weight' in capsys.readouterr().err
+    if layout == 'deepspeed' or outside == 'all':
+        assert main([str(checkpoint), str(tmp_path / 'none'), '--lora', 'adapter']) == 2
+        assert 'trained tensors outside of the adapter would be lost' in capsys.readouterr().err
