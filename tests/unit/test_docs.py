@@ -48,7 +48,7 @@ OTHERS |= {
 }  # XTuner
 OTHERS |= {'--llava', '--visual-encoder', 'save_optimizer', 'text_hidden_fcs'}
 OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
-OTHERS |= {'--adapter', '--device', 'dispatch_batches'}  # of XTuner, and of Trainer
+OTHERS |= {'--adapter', '--device', 'dispatch_batches', 'read_base'}  # of XTuner, Trainer and MMEngine
 #: Folders and files of runs, and of others.
 ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
 ELSEWHERE |= {'convert_to_hf.py', 'convert_to_official.py', 'llm_adapter/', 'other_modules/', 'visual_encoder/'}

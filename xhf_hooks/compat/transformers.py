@@ -34,6 +34,28 @@ def record_conversions(model: Any, conversions: Any) -> None:
     model._weight_conversions = conversions
 
 
+def conversions_of_text_model(model: PreTrainedModel) -> list[Any] | None:
+    """The conversions with which ``from_pretrained`` makes a text model of the files of a vision-language base.
+
+    None if AutoModelForCausalLM makes models of this class of no such base, if they have the same names there, or if
+    the installed transformers converts no weights, as before 5. Without a base, ``save_pretrained`` leaves out such a
+    change of prefixes (``core_model_loading.py``, ``revert_weight_conversion``).
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    if not converts_weights() or not any(
+        kind == type(model).__name__ and model_type != model.config.model_type for model_type, kind in kinds
+    ):
+        return None
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    change_of_prefix = getattr(core_model_loading, 'PrefixChange', ())  # 5.0 has none
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return conversions if any(isinstance(one, change_of_prefix) for one in conversions) else None
+
+
 def ignored_keys(model: object, occasion: str) -> tuple[str, ...]:
     """Patterns of names that a class does not miss, finds in vain, or does not write.
 

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_model.files import find_base_folder
-from xhf_hooks.compat.transformers import ignored_keys, record_conversions, recorded_conversions
+from xhf_hooks.compat.transformers import (
+    conversions_of_text_model,
+    ignored_keys,
+    record_conversions,
+    recorded_conversions,
+)
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.base_weights import BaseWeights, weights_of_base
 from xhf_hooks.meta_model.placing import find_class, find_prefix
@@ -178,6 +183,13 @@ class MetaModel:
         conversions = recorded_conversions(found.loaded)
         if conversions is None and all(found.tensors.keys() & set(each) for each in names.values()):
             conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
+        if conversions is None and not found.tensors:
+            conversions = conversions_of_text_model(model)
+            if conversions is not None:
+                self.notes.append(
+                    f'{folder} has no weights of a base, so the names in OUT are those of a vision-language base, of '
+                    f'which AutoModelForCausalLM makes a {type(model).__name__}; --base names another one'
+                )
         if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
             record_conversions(model, conversions)
         weights = None if where is None else found.tensors

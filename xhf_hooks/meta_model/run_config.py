@@ -303,7 +303,7 @@ def _assign(targets: Sequence[ast.expr], value: ast.expr, names: dict[str, Any])
 
 
 def _changes_nothing(node: ast.expr, names: Mapping[str, Any]) -> bool:
-    """Whether an expression changes no value of the config: functions other than these may change what they are given."""
+    """Whether an expression changes no value of the config, which functions may do with what they are given."""
     fields = {name for name, value in names.items() if not isinstance(value, _Imported)}
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call) and not _is_call_of_known(inner, names):

@@ -22,6 +22,7 @@ from tests.helpers.models.zoo import available, build, has_class_for
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
+from xhf_hooks.cli.verify import main as verify
 
 
 def from_base(folder: Path, kind: str = 'AutoModelForCausalLM', **options: Any) -> Any:
@@ -299,8 +300,12 @@ def test_a_vision_language_model_whose_names_were_those_of_its_files(family, tmp
 
 @pytest.mark.modern_only
 @pytest.mark.skipif(not hasattr(transformers, 'Qwen3_5ForCausalLM'), reason='this transformers has no Qwen3.5')
-@pytest.mark.parametrize('beside', [False, True], ids=['', 'with its config.json beside it'])
-def test_the_text_model_that_an_auto_class_makes_of_a_vision_language_base(tmp_path, beside):
+@pytest.mark.parametrize(
+    ('beside', 'names_base'),
+    [(False, True), (True, True), (True, False)],
+    ids=['', 'with its config.json beside it', 'without --base'],
+)
+def test_the_text_model_that_an_auto_class_makes_of_a_vision_language_base(tmp_path, beside, names_base, capsys):
     rope = {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [1, 1, 2], 'partial_rotary_factor': 1.0}
     linear = {'linear_num_value_heads': 4, 'linear_num_key_heads': 2}
     linear |= {'linear_key_head_dim': 8, 'linear_value_head_dim': 8}
@@ -313,14 +318,17 @@ def test_the_text_model_that_an_auto_class_makes_of_a_vision_language_base(tmp_p
         vision_config={**vision, 'patch_size': 4, 'num_position_embeddings': 16},
     )
     transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / 'base')
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base', torch_dtype=torch.float16)
     save_hf(model, tmp_path / 'hook')
-    (tmp_path / 'run').mkdir()
-    torch.save(model.state_dict(), tmp_path / 'run' / 'x.pth')
+    masters = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    MadeCheckpoint(masters=masters, stage=2).write(tmp_path / 'run' / 'global_step5')
     if beside:
         model.config.save_pretrained(tmp_path / 'run')
-    out = convert(tmp_path / 'run' / 'x.pth', tmp_path / 'out', '--base', tmp_path / 'base')
+    base = ['--base', tmp_path / 'base'] if names_base else []
+    out = convert(tmp_path / 'run' / 'global_step5', tmp_path / 'out', *base)
     assert_same_folder_tensors(out, tmp_path / 'hook')
+    assert ('the names in OUT are those of a vision-language base' in capsys.readouterr().err) != names_base
+    assert verify(['--compare', str(tmp_path / 'hook'), str(out)]) == 0
     written = transformers.AutoConfig.from_pretrained(out)
     assert (written.architectures, written.model_type) == (['Qwen3_5ForCausalLM'], 'qwen3_5_text')
 
