@@ -38,7 +38,7 @@ from xhf_hooks.exporters.lora_merge import require_lora
 from xhf_hooks.exporters.model_card import name_base_in_card
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
-from xhf_hooks.format.text import counted, error_text
+from xhf_hooks.format.text import counted, error_text, some
 from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import FileSet, Placement, TensorSpec
 from xhf_hooks.registry import EXPORTERS
@@ -190,6 +190,8 @@ class AdapterExporter(Exporter[AdapterExport]):
             found = get_peft_model_state_dict(self._peft_model, state_dict=by_path, adapter_name=adapter)
         except Exception as error:  # of any type: peft computes with values, and these are only specs
             raise _computed_by_peft(kind, f'what it computes ({error_text(error)})') from error
+        if made := [name for name, spec in found.items() if not isinstance(spec, TensorSpec)]:
+            raise _computed_by_peft(kind, f'what it makes of attributes ({some(made)})')  # SHiRA's positions
         return {without_wrappers(name): spec for name, spec in found.items()}
 
     def check_loading(self, export: AdapterExport, placements: Sequence[Placement]) -> list[str]:

@@ -117,7 +117,9 @@ def _build_of_transformers(
     if adapter is None:
         meta_model.described_by = base
         of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, config_dir, of_base, base, given) or of_base
+        config = _config_of_run(meta_model, config_dir, of_base, base, given)
+        meta_model.has_config_of_base = config is None
+        config = config or of_base
         is_saved = saved is not None and base == str(saved)
         model: nn.Module = _built_as_trained(meta_model, base, config, of_base, is_save_of_run=is_saved)
         _take_generation_config(meta_model, model, found, given)

@@ -364,7 +364,8 @@ def adapter_config_in(folder: Path) -> PeftConfig:
     with refused_as(ConfigError, f'{folder}/adapter_config.json: peft cannot read it'):
         found = PeftConfig.from_pretrained(str(folder), local_files_only=True)
     if not isinstance(found, LoraConfig):
-        raise ConfigError(f'{folder}/adapter_config.json: peft_type is {found.peft_type}; only LORA can be converted')
+        kind = getattr(found.peft_type, 'value', found.peft_type)
+        raise ConfigError(f'{folder}/adapter_config.json: peft_type is {kind}; only LORA can be converted')
     return found
 
 

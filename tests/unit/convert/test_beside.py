@@ -123,6 +123,16 @@ def test_a_merged_model_has_the_config_of_the_run_where_there_is_one(tmp_path, c
     assert words not in capsys.readouterr().err
 
 
+def test_a_full_fine_tune_without_a_config_of_the_run(base, tmp_path, capsys):
+    checkpoint = made(tmp_path / 'run' / 'global_step5')
+    words = f'config.json is that of {base}: no file of this run has what training set in it'
+    convert(checkpoint, tmp_path / 'a', '--base', base)
+    assert words in capsys.readouterr().err
+    leave(tmp_path / 'run', base)
+    convert(checkpoint, tmp_path / 'b', '--base', base)
+    assert words not in capsys.readouterr().err
+
+
 def xtuners(base: Path, rest: str = '', llm: str = '', model: str = '') -> str:
     kind = 'transformers.AutoModelForCausalLM.from_pretrained'
     llm = f'llm=dict(type={kind!r}, pretrained_model_name_or_path={str(base)!r}, {llm})'

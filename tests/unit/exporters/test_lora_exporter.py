@@ -342,6 +342,7 @@ COMPUTED = {
     'PREFIX_TUNING': ('PrefixTuningConfig', dict(num_virtual_tokens=5, prefix_projection=True, encoder_hidden_size=16)),
     'CPT': ('CPTConfig', dict(cpt_token_ids=[0, 1], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])),
     'ADALORA': ('AdaLoraConfig', dict(init_r=4, target_r=2, total_step=9, target_modules=['q_proj'])),
+    'SHIRA': ('ShiraConfig', dict(r=2, target_modules=['q_proj'])),
 }
 
 

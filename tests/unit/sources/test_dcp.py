@@ -46,6 +46,21 @@ def test_gives_back_what_went_in(tmp_path, options, around):
     assert not any(spec.has_master for spec in source.specs())
 
 
+@pytest.mark.modern_only
+def test_the_parts_of_torchs_safetensors_writer_are_put_together_as_the_refusal_says(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    state = {name: WEIGHTS[name] for name in ('embed.weight', 'half')}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / 'parts'), save_distributed=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointError, match='consolidate_safetensors_files of torch'):
+        open_checkpoint(tmp_path / 'parts')
+    (tmp_path / 'whole').mkdir()
+    consolidate_safetensors_files(str(tmp_path / 'parts'), str(tmp_path / 'whole'), dict.fromkeys(state, 1))
+    assert_same_tensors(read_all(open_checkpoint(tmp_path / 'whole')), state)
+
+
 @pytest.mark.parametrize(('state', 'words'), {
     'optimizer': ({'optimizer': {'state': {'a': torch.ones(1)}}}, "one model's state dict, found optimizer/state"),
     'two models': ({'model': WEIGHTS, 'state_dict': WEIGHTS}, 'found model, state_dict'),

@@ -163,6 +163,8 @@ REFUSED = {
         '', ['zero_pp_rank_01_mp_rank_00_optim_states.pt'], 'not a file name of DeepSpeed'),
     'parts of verl': ('actor', ['actor/model_world_size_2_rank_0.pt', 'actor/huggingface/config.json'], 'verl'),
     'Megatron': ('', ['iter_0000500/mp_rank_00/model_optim_rng.pt'], 'Megatron'),
+    'parts of HuggingFaceStorageWriter': (
+        '', [f'shard-0000{n}-model-00001-of-00001.safetensors' for n in (1, 2)], 'consolidate_safetensors_files'),
     'nanotron': ('10', ['10/model/model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors'], 'nanotron'),
     'below it, models': (
         '', ['actor/pytorch_model.bin', 'critic/latest', 'log/x.txt'], 'give a folder below it: actor, critic$'),

@@ -76,6 +76,9 @@ def test_what_a_file_without_weights_holds_is_told(tmp_path):
     torch.save(torch.nn.Linear(2, 3), tmp_path / 'whole.pt')
     with pytest.raises(CheckpointError, match=r'an object of the class Linear, .* its state_dict\(\)'):
         open_checkpoint(tmp_path / 'whole.pt')
+    torch.save({'epoch': 3, 'model': torch.nn.Linear(2, 3)}, tmp_path / 'inside.pt')
+    with pytest.raises(CheckpointError, match="holds, as 'model', an object of the class Linear, not a state"):
+        open_checkpoint(tmp_path / 'inside.pt')
     torch.save({'epoch': 3, 'lr': 0.1}, tmp_path / 'x.pt')
     with pytest.raises(CheckpointError, match='holds no weights; it holds epoch, lr'):
         open_checkpoint(tmp_path / 'x.pt')

@@ -36,6 +36,8 @@ _UNSUPPORTED = re.compile(
     r'|pytorch_model_fsdp_(?:\d+_)?rank\d+\.bin|__\d+\.metadata|model_world_size_\d+_rank_\d+\.pt'
     r'|model_optim_rng\.pt|model_\w+_pp-rank-\d+.*\.safetensors'
 )
+#: One rank's part of a model, of torch's HuggingFaceStorageWriter with ``save_distributed`` (``_hf_utils.py``).
+_UNCONSOLIDATED = re.compile(r'shard-\d+-model-\d+-of-\d+\.safetensors', re.ASCII)
 #: Of transformers and peft, whole or in parts.
 _HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
 #: One of several files with the weights of a model, as ``save_pretrained`` and ``zero_to_fp32`` write them.
@@ -281,6 +283,12 @@ def _refuse_unsupported(path: Path) -> None:
             f'supported; load it as it was saved (DeepSpeed: load_checkpoint; Accelerate: load_state) and save whole '
             f"weights (Accelerate: FULL_STATE_DICT; MMEngine: state_dict_cfg='full'; verl, Megatron and nanotron have "
             f'tools for that), or use HFCheckpointHook there'
+        )
+    if _UNCONSOLIDATED.fullmatch(path.name):
+        raise CheckpointError(
+            f"{path}: one rank's part of what torch's HuggingFaceStorageWriter saved; put the parts together with "
+            f'consolidate_safetensors_files of torch.distributed.checkpoint._consolidate_hf_safetensors, or save with '
+            f'enable_consolidation=True'
         )
     if path.name == 'zero' and next(path.glob('*/fp32.pt'), None) is not None:
         raise CheckpointError(

@@ -167,16 +167,20 @@ def _state_dict_in(file: Path, content: Any) -> tuple[str | None, dict[str, torc
     Raises:
         CheckpointError: There is none, or it is not clear which one is meant.
     """
-    if isinstance(content, Inert) and not tensors_in(content) and not _nested(content):
-        raise CheckpointError(
-            f'{file}: holds an object of the class {type(content).__name__}, not a state dict; load it where its code '
-            f'is, with torch.load(..., weights_only=False), and save its state_dict() with torch.save'
-        )
     if not isinstance(content, dict):
         raise CheckpointError(
             f'{file}: holds a {type(content).__name__}, not a checkpoint; give a .pth with a state_dict'
         )
     nested = _nested(content)
+    if not nested and not tensors_in(content):
+        objects = {'': content, **{f', as {key!r},': content.get(key) for key in _KEYS}}
+        for where, value in objects.items():
+            if isinstance(value, Inert):
+                raise CheckpointError(
+                    f'{file}: holds{where} an object of the class {type(value).__name__}, not a state dict; load it '
+                    f'where its code is, with torch.load(..., weights_only=False), and save its state_dict() with '
+                    f'torch.save'
+                )
     known = next((key for key in _KEYS if key in nested), None)
     if known is not None:
         return known, nested[known]
