@@ -87,12 +87,12 @@ class RunLog(logging.LoggerAdapter):
         super().__init__(logger, {})
         self._name, self._only_errors, self.said = name, only_errors, said
         self.warned_before_training: set[str] = set()
-        self._last_warned_once = ''
+        self._warned_once: set[str] = set()
 
     def warn_once(self, message: str) -> None:
-        """Log a warning, unless it was the last one logged so."""
-        if message != self._last_warned_once:
-            self._last_warned_once = message
+        """Log a warning, unless this run has logged it so before."""
+        if message not in self._warned_once:
+            self._warned_once.add(message)
             self.warning(message)
 
     def warn_before_training(self, message: str) -> None:

@@ -123,6 +123,13 @@ def test_a_warning_about_all_saves_is_logged_once(log, caplog):
     assert warnings == ['Door: no tokenizer', 'Door: NaN', 'Door: NaN']
 
 
+def test_warnings_that_alternate_are_logged_once_each(log, caplog):
+    """As where layers are frozen and trained again in turn, so that other tensors are left out at each save."""
+    for message in ('not saved: a', 'not saved: b') * 3:
+        log.warn_once(message)
+    assert caplog.messages == ['Door: not saved: a', 'Door: not saved: b']
+
+
 def test_calls_do_not_repeat_what_an_earlier_one_has_said(tmp_path, caplog):
     """But what became of the save, and another plan."""
     caplog.set_level(logging.INFO)
