@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +18,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.converted import assert_same_files
+from tests.helpers.faults.slow_disk import WRITE_SECS, slow_disk
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
@@ -29,24 +28,9 @@ from xhf_hooks import save_hf
 from xhf_hooks.collective import Collective
 from xhf_hooks.saves import save
 from xhf_hooks.saves.save import Saver
-from xhf_hooks.writers.output_file import OutputFile
 from xhf_hooks.writers.writer import Writer
 
-WRITE_SECS = 0.02
 INTERRUPTED_AT, LAST = 3, 4
-
-
-@contextmanager
-def slow_disk(write_secs: float = WRITE_SECS) -> Iterator[None]:
-    """A save in the background is in flight for some iterations."""
-    write = OutputFile.write
-
-    def write_slowly(self: OutputFile, *args: Any) -> None:
-        time.sleep(write_secs)
-        write(self, *args)
-
-    with mock.patch.object(OutputFile, 'write', write_slowly):
-        yield
 
 
 def groups() -> int:

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_again import slow_disk
-from tests.distributed.test_hook_runs import log_dir_of, log_of, run, saves
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_same_files
+from tests.helpers.faults.slow_disk import slow_disk
 from tests.helpers.models.zoo.llamas import larger_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
+from tests.helpers.runs.hook_runs import log_dir_of, log_of, run, saves
 from xhf_hooks.writers import output_file
 from xhf_hooks.writers.writer import Writer
 

@@ -11,10 +11,10 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 
-from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.cli.convert import BAD_INPUT, main
 from xhf_hooks.cli.verify import main as verify

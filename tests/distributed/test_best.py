@@ -15,9 +15,9 @@ from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement
 from transformers import LlamaForCausalLM
 
-from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run, saves
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.runs.hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run, saves
 from tests.helpers.runs.toy_run import ToyLM, run_config, train
 
 BEST = dict(save_best='acc')

@@ -10,9 +10,9 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.distributed.test_equivalence import build_model
 from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
 from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all
+from tests.helpers.models.zoo.llamas import build_model
 from tests.helpers.ranks.scenarios import run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 from tests.helpers.runs.toy_run import run_config, train

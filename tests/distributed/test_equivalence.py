@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
-from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.models.zoo.llamas import build_model
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, train_one_step, zero_engine
 
@@ -56,15 +56,6 @@ NAMES_OF = {
 CASES = [pytest.param(n, name, id=f'{n}ranks-{name}') for n, names in NAMES_OF.items() for name in names]
 SHARDED = [param for param in CASES if '3ranks' in param.id or 'tied' in param.id]
 FROZEN = [param for param in CASES if 'frozen' in param.id]
-
-
-def build_model(kind: str) -> Any:
-    """A bf16 Llama; ``frozen`` has its embedding and first layer frozen."""
-    model = odd_llama(tied=kind == 'tied', bf16=True)
-    if kind == 'frozen':
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_('embed' not in name and 'layers.0' not in name)
-    return model
 
 
 def save_case(kind: str, engine_name: str, root: Path) -> None:

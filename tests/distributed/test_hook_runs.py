@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean
 from tests.helpers.models.model_folder import save_tokenizer
-from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
-from tests.helpers.runs.toy_run import ToyLM, run_config, train
+from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.hook_runs import log_dir_of, log_of, refusal_of, run, saves
 
-#: MMEngine reads its own checkpoints with torch.load, which by default refuses them.
-READS_OWN_CHECKPOINTS = {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
 #: MMEngine's own default.
 EPOCHS = dict(type='CheckpointHook', interval=1)
 DDP = dict(stage=None, ddp=True)
@@ -70,10 +67,6 @@ SCHEDULES: dict[str, tuple[dict[str, int], list[str], list[str]]] = {
 }
 
 
-def run(options: dict[str, Any], work_dir: Path) -> str:
-    return train(run_config(work_dir, **options)).log_dir
-
-
 def beside_others(work_dir: Path) -> str:
     """Another hook has the same name, as XTuner's does; and the visualizer fails on rank 0. Runs on: all ranks."""
     add_scalars = Visualizer.add_scalars
@@ -86,12 +79,6 @@ def beside_others(work_dir: Path) -> str:
     HOOKS.register_module(name='Theirs', module=type('HFCheckpointHook', (Hook,), {'__module__': 'theirs.hooks'}))
     with mock.patch.object(Visualizer, 'add_scalars', fail):
         return run(dict(hook=dict(save_best='auto'), hooks=[dict(type='Theirs')], max_iters=2, **DDP), work_dir)
-
-
-def refusal_of(train: Callable[[], Any]) -> str:
-    """The error of a run that must not start. Runs on: all ranks."""
-    with mock.patch.object(ToyLM, 'forward', side_effect=AssertionError('training began')):
-        return error_of(train)
 
 
 #: Name to the options of `run_config`, and expected in the message.
@@ -127,27 +114,11 @@ def finished(tmp_path_factory):
     return run_scenarios(scenarios, 2, root=root)
 
 
-def log_dir_of(finished: Any, name: str) -> Path:
-    values = check(finished, name)
-    assert len(set(values)) == 1
-    return Path(values[0])
-
-
-def saves(log_dir: Path) -> dict[str, int]:
-    """Name of each committed folder, to the iteration that it was saved at."""
-    manifests = log_dir.glob('hf_model*/xhf_manifest.json')
-    return {path.parent.name: json.loads(path.read_text())['iteration'] for path in manifests}
-
-
 def scalars(log_dir: Path, prefix: str) -> dict[int, dict[str, float]]:
     """By the step that the visualizer was given."""
     lines = [json.loads(line) for line in (log_dir / 'vis_data' / 'scalars.json').read_text().splitlines()]
     found = [line for line in lines if any(name.startswith(prefix) for name in line)]
     return {line['step']: {k.removeprefix(prefix): v for k, v in line.items() if k != 'step'} for line in found}
-
-
-def log_of(log_dir: str | Path) -> str:
-    return (Path(log_dir) / f'{Path(log_dir).name}.log').read_text()
 
 
 @pytest.mark.parametrize('name', ['zero3', 'only_last'])

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from tests.distributed.test_hook_runs import run, saves
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.converted import assert_same_files
 from tests.helpers.checks.stored import runs_in
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.frontends import trainer_run
+from tests.helpers.runs.hook_runs import run, saves
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.background import save_requests

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 from fsspec import get_filesystem_class
 
-from tests.distributed.test_hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.stored import folders_in, runs_in
 from tests.helpers.faults.proxy import AwayFor, EachInTurn, Fault, faulty_proxy
 from tests.helpers.faults.s3_servers import BUCKET, KEY, SECRET, s3_server
 from tests.helpers.ranks.scenarios import check, run_scenarios
+from tests.helpers.runs.hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run
 from xhf_hooks.background.upload import Uploads
 from xhf_hooks.errors import StoreError
 from xhf_hooks.places import objects

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-from tests.e2e.test_readme import code
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.checks.converted import convert
+from tests.helpers.checks.pages import code
 from tests.helpers.models.adapted import adapted, merged_by_peft
+from tests.helpers.models.own_classes import CounterConfig, HasWidth
 from tests.helpers.models.zoo import FAMILIES, available, build
 from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
-from tests.unit.exporters.test_exporter import CounterConfig
-from tests.unit.exporters.test_live_state import HasWidth
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.registry import SOURCES
 

@@ -1,10 +1,7 @@
 """Folders that transformers 5 saves, read by transformers 4: the same token ids and logits, nothing missing."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from transformers import AutoProcessor
 from tests.helpers.checks.reader import read_processor, read_tokenizer
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import small_config
-from tests.helpers.ranks.launch import REPO_ROOT
+from tests.helpers.runs.older_transformers import run_with_transformers
 from xhf_hooks import save_hf
 from xhf_hooks.assets.load_tokenizer import load_tokenizer
 from xhf_hooks.assets.write_tokenizer import write_tokenizer
@@ -64,16 +61,6 @@ def build(family: str, rope: dict[str, Any], base: Path) -> Any:
     if hasattr(model, '_weight_conversions'):
         built._weight_conversions = model._weight_conversions
     return built.eval()
-
-
-def run_with_transformers(version: str, program: str, *arguments: Path) -> None:
-    """Run a program of tests/helpers with the packages of a folder that tools/env.sh makes."""
-    overlay = REPO_ROOT / f'.overlay-transformers-{version}'
-    assert (overlay / 'transformers').is_dir(), f'{overlay}: no transformers there; bash tools/test.sh --rest makes it'
-    environment = {**os.environ, 'PYTHONPATH': f'{overlay}{os.pathsep}{REPO_ROOT}', 'HF_HUB_OFFLINE': '1'}
-    command = [sys.executable, str(REPO_ROOT / 'tests' / 'helpers' / program), *map(str, arguments)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 @pytest.fixture(scope='module')

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_older_readers import run_with_transformers
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import convert
 from tests.helpers.models.families import MODELS
+from tests.helpers.runs.older_transformers import run_with_transformers
 from xhf_hooks.cli.convert import main
 
 pytestmark = [pytest.mark.needs('transformers 4'), pytest.mark.modern_only]

@@ -15,13 +15,12 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import HOOKS
 
+from tests.helpers.checks.pages import PAGES, ROOT, blocks, code
 from tests.helpers.models.model_folder import save_model, save_tokenizer
 from tests.helpers.ranks.launch import run_program, run_ranks
 from xhf_hooks import HFCheckpointHook
 from xhf_hooks.cli import verify
 
-ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text(encoding='utf-8') for path in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]}
 README = PAGES['README.md']
 BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'start', 'convert', 'upload']
 ENTER = 'source tools/env.sh && use_env .venv'
@@ -108,15 +107,6 @@ CONFIG_LINES = {
     'hf://buckets/organization': 'object-stores.md',
     "out_dir='/local/run/hf_model'": 'object-stores.md',
 }
-
-
-def blocks(language: str, page: str = 'README.md') -> list[str]:
-    return re.findall(rf'^```{language}\n(.*?)^```$', PAGES[page], flags=re.MULTILINE | re.DOTALL)
-
-
-def code(containing: str, page: str = 'README.md') -> str:
-    (found,) = [block for block in blocks('python', page) if containing in block]
-    return found
 
 
 @pytest.fixture(scope='module')

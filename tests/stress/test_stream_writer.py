@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.writers.test_tally import plan_of
+from tests.helpers.runs.tallies import plan_of
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.writers.writer import Writer

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.test_readme import code
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
+from tests.helpers.checks.pages import code
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import Models, build

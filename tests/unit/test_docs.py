@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_layering import LAYERS
-
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / 'docs' / 'bench'
 OUTER = ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md']
@@ -111,13 +109,6 @@ def test_the_message_is_one_of_the_package(message):
 
 def test_there_are_many_messages():
     assert len(MESSAGES) >= 30
-
-
-def test_the_layers_are_those_that_imports_are_checked_by():
-    table = PAGES['how-it-works.md'].partition('## Layers')[2].partition('## Invariants')[0]
-    cells = re.findall(r'^\| (`[^|]+) \|', table, flags=re.MULTILINE)
-    told = [name.removesuffix('/').removesuffix('.py') for cell in cells for name in re.findall('`([^`]+)`', cell)]
-    assert told == [*LAYERS[1:]]
 
 
 def test_tests_that_are_named_are_there():

@@ -234,3 +234,11 @@ def test_each_private_name_of_a_library_stands_in_one_file():
             places.setdefault(name, []).append(relative(path))
     assert {'_z3_optimizer', '_hp_mapping', '_weight_conversions'} <= places.keys()
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_the_layers_are_those_that_imports_are_checked_by():
+    page = (ROOT / 'docs' / 'how-it-works.md').read_text(encoding='utf-8')
+    table = page.partition('## Layers')[2].partition('## Invariants')[0]
+    cells = re.findall(r'^\| (`[^|]+) \|', table, flags=re.MULTILINE)
+    told = [name.removesuffix('/').removesuffix('.py') for cell in cells for name in re.findall('`([^`]+)`', cell)]
+    assert told == [*LAYERS[1:]]

@@ -16,9 +16,9 @@ from xtuner.model import LLaVAModel
 from xtuner.model.utils import guess_load_checkpoint
 from xtuner.utils import IMAGE_TOKEN_INDEX, PROMPT_TEMPLATE
 
-from tests.e2e.test_readme import code
 from tests.e2e.xtuner_stack.launches import LAST, LLAVA_RUNS, export_of
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_tensors, folder_tensors
+from tests.helpers.checks.pages import code
 from tests.helpers.models.zoo.llava import VOCAB_SIZE, n_image_tokens
 
 pytestmark = pytest.mark.parametrize('name', LLAVA_RUNS)

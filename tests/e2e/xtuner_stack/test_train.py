@@ -26,7 +26,6 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import MODERN_PYTHON
-from tests.e2e.test_readme import code
 from tests.e2e.xtuner_stack.elsewhere import logits_of
 from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
@@ -54,6 +53,7 @@ from tests.helpers.checks.compare import (
     folder_tensors,
 )
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
+from tests.helpers.checks.pages import code
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import MODELS, small_config
 from tests.helpers.ranks.launch import REPO_ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -84,3 +84,18 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f'{str(tensor.dtype).removeprefix("torch.")}{list(tensor.shape)}'
+
+
+def loaded(folder: Path, kind: Any) -> Any:
+    """The model that ``kind`` loads, without a missing or an unexpected key."""
+    model, told = kind.from_pretrained(folder, output_loading_info=True)
+    assert not told['missing_keys'] and not told['unexpected_keys']
+    return model
+
+
+def same_logits(one: Any, two: Any) -> bool:
+    import torch
+
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        return torch.equal(one.float().eval()(input_ids=ids).logits, two.float().eval()(input_ids=ids).logits)

@@ -194,3 +194,9 @@ def refusal(model: nn.Module, lora: str = 'adapter') -> str:
     with pytest.raises((ModelError, OptionError)) as caught:
         planned(model, lora=lora)
     return str(caught.value)
+
+
+def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
+    """Writes the HF assets as a save does; returns the warnings."""
+    folder.mkdir(exist_ok=True)
+    return planned(model, dtype).write_hf_assets(folder, tokenizer, ())

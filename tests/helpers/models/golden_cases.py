@@ -286,14 +286,15 @@ def _surroundings() -> Iterator[tuple[str, Case]]:
 
 
 def _sentences(model: nn.Module) -> nn.Module:
-    from tests.unit.exporters.test_hf_assets import First, Pooling, Projection, Sentences, tokenizer
+    from tests.helpers.models.sentences import First, Pooling, Projection, Sentences
+    from tests.helpers.models.zoo.llava import tokenizer
 
     return Sentences(First(model, tokenizer()), Pooling(), Projection(4, 4))
 
 
 def _with_own_save() -> nn.Module:
+    from tests.helpers.models.own_classes import WithMore
     from tests.helpers.models.zoo import small_config
-    from tests.unit.exporters.test_hf_assets import WithMore
 
     return WithMore(small_config(*MODELS['llama']))
 
@@ -377,12 +378,12 @@ def _sharded(n_in_shard: int) -> nn.Module:
 
 def _of_xtuner() -> Iterator[tuple[str, Case]]:
     """XTuner's own classes."""
-    from tests.e2e.xtuner_stack import test_models
+    from tests.e2e.xtuner_stack import classes
 
     if find_spec('xtuner.model.reward'):
         yield f'{OF_XTUNER} reward', Case(lambda _: _internlm2_reward(), dict(run_config=dict(reward_token_id=130)))
     if find_spec('xtuner.model.transformers_models'):
-        for family, n in ((test_models.mixtral, 2), (test_models.deepseek_v2, 2), (test_models.deepseek_v2, 4)):
+        for family, n in ((classes.mixtral, 2), (classes.deepseek_v2, 2), (classes.deepseek_v2, 4)):
             yield f'{OF_XTUNER} {family.__name__} {n}', Case(lambda _, family=family, n=n: around(llm=family(n)))
     for layout in ('xtuner', 'huggingface'):
         yield f'{OF_XTUNER} llava {layout}', Case(_llava_of_xtuner, dict(llava_format=layout))
@@ -391,7 +392,7 @@ def _of_xtuner() -> Iterator[tuple[str, Case]]:
 def _internlm2_reward() -> nn.Module:
     from xtuner.model.reward import RewardModel
 
-    from tests.e2e.xtuner_stack.test_models import internlm2
+    from tests.e2e.xtuner_stack.classes import internlm2
 
     return RewardModel(llm=internlm2())
 

@@ -1,5 +1,6 @@
 """Complete model folders with a manifest, made without the code that reads them."""
 
+import copy
 import json
 import struct
 import zlib
@@ -96,3 +97,12 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)
+
+
+def with_base(model, folder: Path, **config):
+    """Makes ``folder`` the base that ``model`` was loaded from."""
+    base = copy.deepcopy(model.config)
+    base.update(config)
+    base.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model

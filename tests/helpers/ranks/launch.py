@@ -137,6 +137,14 @@ def start_process(function: Callable[..., None], *args: Any, daemon: bool = True
     return process
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for another thread or process, and fail if it hangs."""
+    deadline = time.monotonic() + HANG_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 class _Rank:
     """One child process as the parent sees it.
 

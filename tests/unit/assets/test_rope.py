@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.config_fields import config_fields
+from tests.helpers.models.adapted import written
 from tests.helpers.models.zoo import build
-from tests.unit.exporters.test_hf_assets import written
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.exporters.hf_assets import write_config
 

@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.ranks.launch import HANG_SECS, until
 from tests.helpers.runs import on_saved_family
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.background import on_saved
@@ -89,13 +88,6 @@ def waiting(run_of, tmp_path) -> Run:
 
 def python(script: str, *arguments: str) -> list[str]:
     return [sys.executable, '-c', script, *arguments]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + HANG_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def members(folder: Path) -> list[int]:

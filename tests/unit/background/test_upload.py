@@ -8,9 +8,8 @@ from collections import defaultdict
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.ranks.launch import HANG_SECS, until
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
-from tests.unit.background.test_on_saved import until
 from xhf_hooks.background import upload
 from xhf_hooks.background.each_save import SaveJob
 from xhf_hooks.background.upload import UploadBoard, Uploads

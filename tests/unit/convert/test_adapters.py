@@ -16,10 +16,10 @@ from tests.helpers.checks.converted import (
 )
 from tests.helpers.models.adapted import KINDS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.installed_peft import INITS, saves_resized_embeddings
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
-from tests.unit.exporters.test_lora_exporter import INITS, saves_resized_embeddings
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.meta_model.frozen import dtype_of_frozen

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.checks.compare import loaded, same_logits
 from tests.helpers.checks.converted import assert_converted_as_by_the_hook, checkpoint_of, convert
 from tests.helpers.models.adapted import EXPERTS, adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.engines import save_folder
-from tests.unit.exporters.test_loading_check import loaded, same_logits
 
 pytestmark = pytest.mark.modern_only
 

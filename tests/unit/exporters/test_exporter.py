@@ -9,9 +9,10 @@ import transformers
 from huggingface_hub.utils import GatedRepoError
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.helpers.models.adapted import around, planned
+from tests.helpers.models.own_classes import CounterConfig, CounterModel
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
 from xhf_hooks.assets.find_tokenizer import find_tokenizer
@@ -19,31 +20,6 @@ from xhf_hooks.errors import AgreedError, BaseModelError, ModelError, OptionErro
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
-
-
-class CounterConfig(PretrainedConfig):
-    model_type = 'xhf_counter'
-
-
-class CounterModel(PreTrainedModel):
-    """Floats, integers and booleans, a buffer that is not saved and a weight that the class leaves out."""
-
-    config_class = CounterConfig
-    _keys_to_ignore_on_save = ('left_out',)
-    _keys_to_ignore_on_load_missing = ('left_out',)
-
-    def __init__(self, config: CounterConfig) -> None:
-        super().__init__(config)
-        self.weight = nn.Parameter(torch.ones(2, 3))
-        self.left_out = nn.Parameter(torch.ones(2))
-        self.register_buffer('mean', torch.ones(2, dtype=torch.float64))
-        self.register_buffer('steps', torch.tensor(7))
-        self.register_buffer('mask', torch.tensor([True, False]))
-        self.register_buffer('scratch', torch.ones(2), persistent=False)
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """The constructor has set them."""
 
 
 def entries_of(model: nn.Module, module: str | None = None, dtype: str | None = None) -> list[ExportEntry]:

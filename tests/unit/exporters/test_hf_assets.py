@@ -35,9 +35,11 @@ from transformers import (
 
 from tests.helpers.checks.compare import assert_same_tensors
 from tests.helpers.checks.converted import assert_same_files
-from tests.helpers.models.adapted import adapted, around, planned
+from tests.helpers.models.adapted import adapted, around, planned, written
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import edit_json
+from tests.helpers.models.model_folder import edit_json, with_base
+from tests.helpers.models.own_classes import WithMore
+from tests.helpers.models.sentences import WEIGHTS, First, Halved, Pooling, Projection, Sentences
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
 from tests.helpers.models.zoo.llava import tokenizer
@@ -52,27 +54,12 @@ from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for
 
 
-def written(folder: Path, model, *, dtype: str | None = None, tokenizer=None) -> list[str]:
-    """Writes the HF assets as a save does; returns the warnings."""
-    folder.mkdir(exist_ok=True)
-    return planned(model, dtype).write_hf_assets(folder, tokenizer, ())
-
-
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding='utf-8'))
 
 
 def dtype_of(config: dict) -> str:
     return config.get('dtype', config.get('torch_dtype'))
-
-
-def with_base(model, folder: Path, **config):
-    """Makes ``folder`` the base that ``model`` was loaded from."""
-    base = copy.deepcopy(model.config)
-    base.update(config)
-    base.save_pretrained(folder)
-    model.config._name_or_path = str(folder)
-    return model
 
 
 # config.json
@@ -132,16 +119,6 @@ def test_use_cache_of_a_part_is_the_default_of_its_class(tmp_path):
     assert found == expected and not found
 
 
-class WithMore(LlamaForCausalLM):
-    """Its save_pretrained writes a file and a field of its own, as those of many trainers' classes."""
-
-    def save_pretrained(self, folder, **options):
-        self.config.special = 'own'
-        super().save_pretrained(folder, **options)
-        Path(folder, 'more').mkdir()
-        Path(folder, 'more', 'settings.json').write_text('"own"')
-
-
 class WithoutTrial(LlamaForCausalLM):
     def save_pretrained(self, folder, **options):
         raise RuntimeError('no weights')
@@ -170,55 +147,6 @@ def test_a_save_of_the_class_that_cannot_be_tried(tmp_path):
 
 
 # What surrounds the model, and what lies beside it in the base
-
-
-class Pooling(torch.nn.Module):
-    def save(self, folder):
-        Path(folder, 'config.json').write_text('{"pooling_mode": "cls"}')
-
-
-#: Of modules with weights of their own.
-WEIGHTS = 'model.safetensors'
-
-
-class Projection(torch.nn.Linear):
-    """As Dense of sentence-transformers."""
-
-    def save(self, folder):
-        Path(folder, 'config.json').write_text('{}')
-        save_file({f'linear.{name}': tensor for name, tensor in self.state_dict().items()}, Path(folder, WEIGHTS))
-
-
-class Halved(Projection):
-    """What it saves is not what it has."""
-
-    def save(self, folder):
-        save_file({'weight': self.weight / 2}, Path(folder, WEIGHTS))
-
-
-class First(torch.nn.Module):
-    def __init__(self, model, processor):
-        super().__init__()
-        self.model, self.processor = model, processor
-
-    def save(self, folder):
-        self.model.save_pretrained(folder)
-        self.processor.save_pretrained(folder)
-        Path(folder, 'sentence_bert_config.json').write_text('{}')
-
-
-class Sentences(torch.nn.Sequential):
-    """Saves as SentenceTransformer of sentence-transformers 6.2 (its ``base/model.py``, ``save``)."""
-
-    def save_pretrained(self, path, create_model_card=True):
-        assert not create_model_card
-        modules = []
-        for name, module in self._modules.items():
-            at = '' if name == '0' else f'{name}_{type(module).__name__}'
-            Path(path, at).mkdir(exist_ok=True)
-            module.save(str(Path(path, at)))
-            modules.append({'idx': int(name), 'name': name, 'path': at})
-        Path(path, 'modules.json').write_text(json.dumps(modules))
 
 
 @pytest.mark.parametrize('with_weights', [None, Projection, Halved])

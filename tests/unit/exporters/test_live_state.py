@@ -18,15 +18,13 @@ from transformers import BertForSequenceClassification
 
 from tests.helpers.models.adapted import Planned, adapted, around, planned
 from tests.helpers.models.families import MODELS as FAMILIES
-from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
+from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer, with_base
+from tests.helpers.models.own_classes import CounterConfig, HasWidth, OfTheScript
 from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
 from tests.helpers.runs.engines import iteration, make_saver
-from tests.unit.exporters.test_exporter import CounterConfig
-from tests.unit.exporters.test_hf_assets import with_base
 from xhf_hooks import save_hf
 from xhf_hooks.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.collective import Collective
-from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.model import module_tensors
@@ -214,15 +212,6 @@ def test_every_save_tells_of_them(lora, tmp_path, caplog):
     assert record.levelname == 'WARNING' and f'{OF_CRITIC}.weight' in record.getMessage()
 
 
-class OfTheScript(transformers.PreTrainedModel):
-    """A class of a training script, whose tensors are there once built."""
-
-    config_class = CounterConfig
-
-    def _init_weights(self, module: nn.Module) -> None:
-        pass
-
-
 class DrawsNumbers(OfTheScript):
     """As XTuner's InternVL: it reads values while it is built, so that it is built on the CPU."""
 
@@ -265,28 +254,6 @@ class HasTeacher(OfTheScript):
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         return {name: tensor for name, tensor in super().state_dict(*args, **options).items() if 'teacher' not in name}
-
-
-class HasWidth(OfTheScript):
-    """Its config does not say all that ``from_pretrained(folder, width=...)`` and ``__init__`` must be given."""
-
-    _tied_weights_keys = {'head.weight': 'embedding.weight'} if converts_weights() else ['head.weight']
-
-    def __init__(self, config: CounterConfig, width: int) -> None:
-        super().__init__(config)
-        self.embedding, self.q_proj = nn.Embedding(6, width), nn.Linear(width, width)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 6, bias=False)
-        self.register_buffer('mask', torch.ones(width), persistent=False)  # of which a save has nothing
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.q_proj(self.embedding(input_ids))))
 
 
 def test_generators_of_random_numbers_stay_where_they_are(tmp_path):

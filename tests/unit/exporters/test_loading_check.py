@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.helpers.checks.compare import loaded, same_logits
 from tests.helpers.models.adapted import Planned, adapted, around
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.own_classes import CounterConfig, CounterModel
 from tests.helpers.models.zoo import available, build, small_config
 from tests.helpers.runs.engines import save_folder
-from tests.unit.exporters.test_exporter import CounterConfig, CounterModel
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters.traced_entries import entries_of
@@ -135,18 +135,6 @@ def test_training_notices_nothing(loads, monkeypatch):
 
 
 # What describes the weights: ties and quantizers
-
-
-def loaded(folder: Path, kind: Any) -> Any:
-    model, told = kind.from_pretrained(folder, output_loading_info=True)
-    assert not told['missing_keys'] and not told['unexpected_keys']
-    return model
-
-
-def same_logits(one: Any, two: Any) -> bool:
-    ids = torch.arange(3, 12)[None]
-    with torch.no_grad():
-        return torch.equal(one.float().eval()(input_ids=ids).logits, two.float().eval()(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize('is_tied', [True, False])

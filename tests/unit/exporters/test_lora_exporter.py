@@ -9,9 +9,6 @@ import json
 import operator
 import re
 import shutil
-import tempfile
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +39,7 @@ from tests.helpers.models.adapted import (
     refusal,
 )
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import resize_embeddings
+from tests.helpers.models.installed_peft import INITS, saves_resized_embeddings
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.internvl import CODE, load_internvl
@@ -101,16 +98,6 @@ def test_merge_in_bf16_is_rounded_once(kind, tmp_path):
     saved = folder_tensors(tmp_path / 'hf_model')
     assert {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()} <= {BF16, torch.float32}
     assert_rounded_once(saved, folder_tensors(tmp_path / 'exact'))
-
-
-@cache
-def saves_resized_embeddings() -> bool:
-    """Whether the installed peft saves the embeddings if they have not the size of a base in a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        build('llama').save_pretrained(folder)
-        base = AutoModelForCausalLM.from_pretrained(folder)
-        resize_embeddings(base, 137)
-        return any('embed_tokens' in name for name in peft.get_peft_model_state_dict(adapt(base)))
 
 
 def test_resized_vocabulary_goes_with_the_adapter(tmp_path):
@@ -266,13 +253,6 @@ def test_settings_that_change_no_output_are_not_told(tmp_path, caplog):
     config.quantization_config, config.of_a_trainer = {'load_in_4bit': True}, 'its own'
     save_hf(adapt(model), tmp_path / 'adapter', lora='adapter')
     assert not [line for line in caplog.messages if 'the config of the trained model differs' in line]
-
-
-#: Inits that the installed peft has.
-INITS = [
-    *(init for init in ('pissa', 'olora', 'gaussian', 'pissa_niter_2') if can_be_made('llama', init_lora_weights=init)),
-    *['lora_ga'] * (find_spec('peft.tuners.lora.loraga') is not None),
-]
 
 
 @pytest.mark.parametrize('init', INITS)

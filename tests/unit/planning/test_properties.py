@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from tests.helpers.checks.assert_intact import assert_whole
-from tests.unit.writers.test_tally import together
+from tests.helpers.runs.tallies import together
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES

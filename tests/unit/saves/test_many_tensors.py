@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.tallies import plan_of
 from tests.helpers.runs.tiny_checkpoint import iteration
-from tests.unit.writers.test_tally import plan_of
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters import exporter_for

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.unit.writers.test_output_file import MB, answer, random_bytes
+from tests.helpers.faults.system_calls import MB, answer, random_bytes
 from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
 

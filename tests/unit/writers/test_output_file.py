@@ -5,16 +5,14 @@ import errno
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
 
+from tests.helpers.faults.system_calls import MB, answer, random_bytes
 from xhf_hooks.errors import TargetError
 from xhf_hooks.sources.host_memory import host_memory
 from xhf_hooks.system import linux_calls
 from xhf_hooks.writers.output_file import OutputFile, create_file
-
-MB = 2**20
 
 
 @pytest.fixture(params=['write-behind', 'no such call', 'not on this file system'])
@@ -24,21 +22,6 @@ def system(request, monkeypatch):
         monkeypatch.setattr(linux_calls.sync_file_range, 'function', None)
     if request.param == 'not on this file system':
         monkeypatch.setattr(linux_calls.sync_file_range, 'function', answer(errno.ENOSYS))
-
-
-def answer(number):
-    """What stands for the call and fails."""
-
-    def fail(*args):
-        ctypes.set_errno(number)
-        return -1
-
-    return fail
-
-
-@cache
-def random_bytes(nbytes: int) -> bytes:
-    return random.Random(0).randbytes(nbytes)
 
 
 def test_any_offset_and_length_by_several_threads(tmp_path, system):

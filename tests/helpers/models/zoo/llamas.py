@@ -72,3 +72,12 @@ class NormedLlama(LlamaForCausalLM):
         if labels is not None:
             output.loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return output
+
+
+def build_model(kind: str) -> Any:
+    """A bf16 Llama; ``frozen`` has its embedding and first layer frozen."""
+    model = odd_llama(tied=kind == 'tied', bf16=True)
+    if kind == 'frozen':
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_('embed' not in name and 'layers.0' not in name)
+    return model
