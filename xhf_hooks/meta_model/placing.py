@@ -180,6 +180,6 @@ def _classes_for(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     import transformers
 
     for each in (config, text_config(config)):
-        for name in dir(transformers):
+        for name in sorted(transformers.__all__):  # its dir() takes a quarter of a second
             if name.startswith('AutoModel'):
                 yield from transformers_model.classes_of(getattr(transformers, name), each)
