@@ -2,10 +2,13 @@
 
 python tools/options_page.py > docs/options.md
 python tools/options_page.py zh > docs/zh_cn/options.md
+
+A meaning in Chinese (docs/zh_cn/options.json) stands beside a digest of the English one that it translates.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -80,12 +83,27 @@ def page(words: _Words = ENGLISH) -> str:
 
 def _table(options: Sequence[Field[Any]], words: _Words) -> list[str]:
     lines = ['', words.columns, '|---|---|---|']
-    translated = json.loads((ROOT / words.catalogue).read_text(encoding='utf-8')) if words.catalogue else {}
     for option in options:
-        meaning = translated[option.name] if words.catalogue else option.metadata['meaning']
+        meaning = _translated(option, ROOT / words.catalogue) if words.catalogue else option.metadata['meaning']
         meaning = re.sub(r'``(.*?)``', r'`\1`', meaning).replace('|', '\\|')
         lines.append(f'| {option.name} | {option.default!r} | {meaning} |')
     return lines
+
+
+def _translated(option: Field[Any], catalogue: Path) -> str:
+    """The meaning of an option in another language.
+
+    Raises:
+        SystemExit: There is none of the English meaning as it is now.
+    """
+    digest = hashlib.sha256(option.metadata['meaning'].encode()).hexdigest()[:12]
+    found = json.loads(catalogue.read_text(encoding='utf-8')).get(option.name, {})
+    if found.get('of') != digest:
+        raise SystemExit(
+            f'{catalogue}: the meaning of {option.name} in xhf_hooks/options.py is new or has changed. Translate it '
+            f"again, as {{'of': '{digest}', 'meaning': ...}}"
+        )
+    return found['meaning']
 
 
 if __name__ == '__main__':

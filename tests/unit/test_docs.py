@@ -240,3 +240,16 @@ def test_the_chinese_page_of_options_is_made_from_their_descriptions():
     from tools.options_page import CHINESE, page
 
     assert (ROOT / 'docs' / 'zh_cn' / 'options.md').read_text(encoding='utf-8') == page(CHINESE)
+
+
+def test_a_meaning_that_was_translated_before_it_changed_is_told(tmp_path, monkeypatch):
+    from tools import options_page
+
+    told = (ROOT / 'docs' / 'zh_cn' / 'options.json').read_text(encoding='utf-8')
+    changed = json.loads(told)
+    changed['dtype']['of'] = 'that of another meaning'
+    (tmp_path / 'docs' / 'zh_cn').mkdir(parents=True)
+    (tmp_path / 'docs' / 'zh_cn' / 'options.json').write_text(json.dumps(changed), encoding='utf-8')
+    monkeypatch.setattr(options_page, 'ROOT', tmp_path)
+    with pytest.raises(SystemExit, match='the meaning of dtype in xhf_hooks/options.py is new or has changed'):
+        options_page.page(options_page.CHINESE)
