@@ -251,5 +251,5 @@ def test_a_meaning_that_was_translated_before_it_changed_is_told(tmp_path, monke
     (tmp_path / 'docs' / 'zh_cn').mkdir(parents=True)
     (tmp_path / 'docs' / 'zh_cn' / 'options.json').write_text(json.dumps(changed), encoding='utf-8')
     monkeypatch.setattr(options_page, 'ROOT', tmp_path)
-    with pytest.raises(SystemExit, match='the meaning of dtype in .* is new or has changed'):
+    with pytest.raises(SystemExit, match='the meaning of dtype in'):
         options_page.page(options_page.CHINESE)
