@@ -6,7 +6,7 @@ import math
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from xhf_hooks.background.run_end import RunEnd
 from xhf_hooks.collective import Collective
@@ -28,6 +28,9 @@ from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.unwrap import unwrap
 from xhf_hooks.system.threads import wait_until
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SaveHandle:
@@ -59,6 +62,43 @@ class SaveHandle:
         return self._outcome.result()
 
 
+class OptionsOfCall(TypedDict, total=False):
+    """The options of :func:`save_hf` besides ``async_save``, which says what it returns; for type checkers."""
+
+    tokenizer: Any
+    step: int | None
+    max_keep_ckpts: int
+    keep_every: int | None
+    model_card: bool
+    module: str | None
+    lora: LoraMode | None
+    llava_format: LlavaFormat | None
+    dtype: str | None
+    carry_base: CarryBase | None
+    max_shard_size: int | str
+    bucket_size: int | str
+    writer: WriterName
+    verify: VerifyLevel
+
+
+@overload
+def save_hf(
+    model: Any, out_dir: str | Path, *, async_save: Literal[False] = False, **options: Unpack[OptionsOfCall]
+) -> CommittedCheckpoint: ...
+
+
+@overload
+def save_hf(
+    model: Any, out_dir: str | Path, *, async_save: Literal[True], **options: Unpack[OptionsOfCall]
+) -> SaveHandle: ...
+
+
+@overload
+def save_hf(
+    model: Any, out_dir: str | Path, *, async_save: bool, **options: Unpack[OptionsOfCall]
+) -> CommittedCheckpoint | SaveHandle: ...
+
+
 @documents_options(CallOptions)
 def save_hf(
     model: Any,
@@ -79,7 +119,7 @@ def save_hf(
     writer: WriterName = 'auto',
     verify: VerifyLevel = 'sizes',
     async_save: bool = False,
-) -> Any:  # a CommittedCheckpoint or a SaveHandle: of a union, callers could use neither without telling them apart
+) -> CommittedCheckpoint | SaveHandle:
     """Save a model that is being trained as a Hugging Face folder. Runs on: all ranks, between two steps.
 
     The same save as HFCheckpointHook's, with the same option names. Errors that can be detected early are raised

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -22,8 +23,11 @@ from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
+from xhf_hooks.integrations.own_loop import OptionsOfCall
 from xhf_hooks.saves import save
 from xhf_hooks.writers.writer import Writer
+
+ROOT = Path(__file__).parents[3]
 
 
 def change(model: torch.nn.Module) -> None:
@@ -177,3 +181,34 @@ exec(sys.argv[3])
         subprocess.run([sys.executable, '-c', code, *map(str, arguments)], check=False, cwd=Path(__file__).parents[3])
         assert assert_whole(tmp_path / 'hf_model') == step
         assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+
+
+#: What type checkers are shown: the kind of result by ``async_save``, and no option of another name.
+TYPED_CALLS = """
+from typing import Any
+from typing_extensions import assert_type
+from xhf_hooks import save_hf
+from xhf_hooks.integrations.own_loop import SaveHandle
+from xhf_hooks.planning.types import CommittedCheckpoint
+
+def call(model: Any, flag: bool) -> None:
+    assert_type(save_hf(model, 'out', step=3), CommittedCheckpoint)
+    assert_type(save_hf(model, 'out', async_save=True, dtype='bfloat16'), SaveHandle)
+    assert_type(save_hf(model, 'out', async_save=flag), CommittedCheckpoint | SaveHandle)
+    save_hf(model, 'out', dtyp='bfloat16')
+"""
+
+
+@pytest.mark.modern_only
+def test_type_checkers_know_what_a_call_returns(tmp_path):
+    (tmp_path / 'calls.py').write_text(TYPED_CALLS)
+    command = [sys.executable, '-m', 'mypy', '--follow-imports', 'silent', str(tmp_path / 'calls.py')]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    errors = [line for line in finished.stdout.splitlines() if ': error:' in line]
+    (bad_line,) = (i for i, line in enumerate(TYPED_CALLS.splitlines(), start=1) if 'dtyp=' in line)
+    assert errors and all(f'calls.py:{bad_line}:' in line for line in errors), finished.stdout + finished.stderr
+
+
+def test_the_options_that_type_checkers_know_are_those_of_the_call():
+    options = {*inspect.signature(save_hf).parameters} - {'model', 'out_dir', 'async_save'}
+    assert {*OptionsOfCall.__annotations__} == options
