@@ -146,8 +146,8 @@ class Run:
             preflight(saver, targets, base_dirs_of(unwrapped.model), after_saves.uploads, info)
             run = cls(saver, newest, extra_targets, options, end, after_saves, on_committed, on_result)
             end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
-            with collective.stage('log preparations'):
-                if not saver.is_planned_before:
+            if not saver.is_planned_before:
+                with collective.stage('log preparations'):
                     log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
         except BaseException:
             end.close()

@@ -119,8 +119,8 @@ class Saver:
             source = source_for(unwrapped.root)
             found = None if kept is None else kept.preparation(unwrapped, source, options, strategy)
             must_plan.is_set = found is None
-        with collective.stage('plan'):
-            if found is None or must_plan.is_set:  # on all ranks, if one has to
+        if must_plan.is_set or found is None:  # on all ranks, if one has to
+            with collective.stage('plan'):
                 found = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
         background: BackgroundTask[SaveInFlight] | None = None
         if in_background:
@@ -268,7 +268,8 @@ class Saver:
         """Start the clock, plan again if tensors or the config have changed, and compare replicas."""
         self.source.synchronize()  # what training has queued is not a cost of the save
         clock = SaveClock(call_began)
-        self.source = source_for(self.unwrapped.root)
+        if self.kept is None:  # else prepare() has just made it, in the same call of save_hf
+            self.source = source_for(self.unwrapped.root)
         prepared = self.preparation
         warn_of_left_out(self.log, prepared.export.left_out, self.unwrapped.root)
         is_outdated = self.source.specs() != prepared.specs or prepared.exporter.is_outdated(prepared.export)
