@@ -1,8 +1,11 @@
 """Registries for adding a source or an exporter.
 
-Of those that accept a model, the last one registered wins, so yours takes precedence over ours. These are not
-MMEngine's registries, so that the package works without MMEngine. MMEngine's are used only to register a hook and to
-build objects from a run's config.
+Of those that accept a model, one is used, by the same rule for both: registered ones are asked before this package's
+own, the last one registered first, since it may derive from an earlier one. This package's own are not registered: they
+are listed in one order, the most specific first (``BUILT_IN`` in ``sources/`` and ``exporters/``).
+
+These are not MMEngine's registries, so that the package works without MMEngine. MMEngine's are used only to register a
+hook and to build objects from a run's config.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from xhf_hooks.errors import OptionError
 
 
 class Registry:
-    """Classes by name, in the order of registration."""
+    """Classes that extensions have added, by name, in the order of registration."""
 
     def __init__(self) -> None:
         self.module_dict: dict[str, Any] = {}
@@ -30,6 +33,10 @@ class Registry:
             return cls
 
         return register
+
+    def last_first(self) -> list[Any]:
+        """The classes in the order in which they are asked whether they accept a model."""
+        return [*reversed(self.module_dict.values())]
 
 
 SOURCES, EXPORTERS = Registry(), Registry()

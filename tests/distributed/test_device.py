@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.distributed.test_extending import partition, source_of_the_page
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.zoo.llamas import llama, odd_llama
@@ -26,6 +27,7 @@ from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.ranks.simulated_device import extension
 from tests.helpers.runs.engines import save_folder, zero_engine
 from tests.helpers.runs.toy_run import run_config, train
+from xhf_hooks.extending import SOURCES
 from xhf_hooks.sources.host_memory import SnapshotMemory
 
 pytestmark = pytest.mark.needs('compiler')
@@ -140,6 +142,18 @@ def save_case(engine_name: str, root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def save_rows(root: Path) -> dict[str, dict[str, Any]]:
+    """By the source of docs/extending.md, of an engine that leaves a block of rows on each rank. Runs on: all ranks."""
+    model = on_device(build_model(), 'plain')
+    save_reference(build_model(), whole_on_host(model), root / 'expected')
+    partition(model)
+    with mock.patch.dict(SOURCES.module_dict):
+        source_of_the_page()
+        ways = {writer: save_and_measure(model, root / writer, writer=writer) for writer in WRITERS}
+        way = 'stream, in the background'
+        return {**ways, way: save_and_measure(model, root / way, writer='stream', in_background=True)}
+
+
 def save_lora(root: Path) -> dict[str, dict[str, Any]]:
     """The merge of a model on the device, and of the same on the host. Runs on: all ranks."""
     model = build_model(lora=True)
@@ -183,6 +197,7 @@ def save_without_memory(root: Path) -> str:
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('device')
     scenarios: dict[str, Any] = {name: partial(save_case, name, root / name) for name in ENGINES}
+    scenarios['rows'] = partial(save_rows, root / 'rows')
     scenarios['lora'] = partial(save_lora, root / 'lora')
     scenarios['hook'] = partial(train_with_hook, root / 'hook')
     scenarios['out of memory'] = partial(save_without_memory, root / 'out of memory')
@@ -212,7 +227,7 @@ def assert_same_bytes_within_a_bucket(root: Path, ranks: list[dict[str, dict[str
             assert ranks[1][way]['waits'] <= ranks[1][way]['rounds'] + 1 + n_samples, ranks[1][way]
 
 
-@pytest.mark.parametrize('name', [*ENGINES, 'lora'])
+@pytest.mark.parametrize('name', [*ENGINES, 'rows', 'lora'])
 def test_bytes_and_memory_of_saves_from_a_device(saved, name):
     ranks = check(saved, name)
     assert_same_bytes_within_a_bucket(saved.root / name, ranks)

@@ -7,12 +7,10 @@ this file with such a transformers, too.
 import json
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
@@ -21,17 +19,14 @@ from tests.helpers.checks.pages import code
 from tests.helpers.models.adapted import adapted, merged_by_peft
 from tests.helpers.models.own_classes import CounterConfig, HasWidth
 from tests.helpers.models.zoo import FAMILIES, available, build
-from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 from xhf_hooks.cli.verify import main as verify
-from xhf_hooks.registry import SOURCES
 
 #: Left out, since they are Llamas here; tests/unit/exporters/test_families.py has many more.
 ALIKE = ('qwen3', 'gemma2', 'gemma3_text', 'phi3', 'olmo2')
 AVAILABLE = [family for family in FAMILIES if available(family) and family not in ALIKE]
 WEIGHTS = 'model.safetensors'
-WRITERS = ('gather', 'positional', 'stream', 'parallel')
 #: Renamed by transformers 4.52 to 4.57; gemma3 is tied.
 RENAMED = [family for family in ('llava', 'qwen2_vl', 'gemma3') if available(family)]
 
@@ -73,26 +68,11 @@ def save_own_class(root: Path) -> None:
     engine.destroy()
 
 
-def save_by_the_source_of_the_page(root: Path) -> None:
-    """Each rank has a block of the rows of each parameter."""
-    model = llama().bfloat16()
-    if dist.get_rank() == 0:
-        model.save_pretrained(root / 'new_source' / 'expected')
-    for parameter in model.parameters():
-        parameter.full_shape = parameter.shape
-        parameter.data = parameter.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
-    with mock.patch.dict(SOURCES.module_dict):
-        exec(code('class RowsSource', 'extending.md'), {})
-        for writer in WRITERS:
-            save_folder(model, root / 'new_source' / writer, writer=writer)
-
-
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp('zoo')
     scenarios = {family: partial(save_family, family, root) for family in AVAILABLE}
     scenarios['own_class'] = partial(save_own_class, root)
-    scenarios['new_source'] = partial(save_by_the_source_of_the_page, root)
     scenarios |= {f'{family}-adapted': partial(save_adapted, family, root) for family in RENAMED}
     return run_scenarios(scenarios, 2, root=root)
 
@@ -114,14 +94,6 @@ def test_a_class_that_its_config_alone_does_not_build(saved, writer):
     check(saved, 'own_class')
     expected, found = (saved.root / 'own_class' / name / WEIGHTS for name in ('expected', writer))
     assert found.read_bytes() == expected.read_bytes()
-
-
-@pytest.mark.parametrize('writer', WRITERS)
-def test_the_source_of_the_page_on_extending(saved, writer):
-    check(saved, 'new_source')
-    expected, found = (saved.root / 'new_source' / name for name in ('expected', writer))
-    assert (found / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
-    assert_loads_clean(found, LlamaForCausalLM)
 
 
 @pytest.mark.parametrize('family', RENAMED)

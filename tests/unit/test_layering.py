@@ -33,7 +33,7 @@ PURE = (
 )
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
-    '__init__', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
+    '__init__', 'extending', 'hooks', 'integrations', 'cli', 'saves', 'verify', 'convert', 'meta_model',
     'background', 'options', 'places', 'integrity', 'sources', 'exporters', 'assets', 'writers',
     'planning', 'collective', 'base_model', 'registry', 'format', 'system', 'model', 'compat', 'errors',
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Maps a model's tensors to Hugging Face names. Importing this package registers the built-in exporters."""
+"""Maps a model's tensors to Hugging Face names."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ __all__ = [
     'exporter_for',
 ]
 
+#: This package's own, in the order in which they are asked whether they accept a model, after registered ones.
+BUILT_IN: tuple[type[Exporter[Any]], ...] = (
+    XtunerV1Exporter,
+    ShardedMoeExporter,
+    RewardExporter,
+    LlavaExporter,
+    NestedLoraExporter,
+    LoraExporter,
+    HuggingFaceExporter,
+)
+
 
 def exporter_for(
     model: nn.Module,
@@ -37,7 +48,7 @@ def exporter_for(
     carry_base: str | None = None,
     **options: Any,
 ) -> Exporter:
-    """The exporter of a trained model: the last registered one that accepts it.
+    """The exporter of a trained model: the first that accepts it (:mod:`xhf_hooks.registry`).
 
     Args:
         module: The option ``module``; None: the exporter finds the model to export.
@@ -48,14 +59,14 @@ def exporter_for(
         ModelError: No exporter accepts the model.
         OptionError: An option does not apply to this model.
     """
-    accepting = [cls for cls in EXPORTERS.module_dict.values() if cls.accepts(model, module)]
-    if not accepting:
+    asked = (*EXPORTERS.last_first(), *BUILT_IN)
+    chosen = next((exporter for exporter in asked if exporter.accepts(model, module)), None)
+    if chosen is None:
         raise ModelError(
             f'{type(model).__name__} is no PreTrainedModel of transformers and holds none; looked at it and below '
             f'{[name for name, _ in model.named_children()]}. For another kind of model, register an exporter: '
             f'docs/extending.md'
         )
-    chosen = accepting[-1]
     given = {name: value for name, value in options.items() if value is not None}
     for name in (name for name in given if name not in chosen.options):
         if name == 'lora':

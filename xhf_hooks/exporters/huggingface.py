@@ -42,7 +42,6 @@ from xhf_hooks.model import (
     token_embeddings,
 )
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -93,7 +92,6 @@ class HuggingFaceExport(Export):
         return warn_of_base([*self.own], self.entries, self.reference.model, self.base_model, told)
 
 
-@EXPORTERS.register_module()
 class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     """Writes the same names and bytes as ``save_pretrained``, without a state dict of the full model.
 

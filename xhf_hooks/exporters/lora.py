@@ -41,7 +41,6 @@ from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
 from xhf_hooks.format.text import counted, error_text, some
 from xhf_hooks.model import model_class, module_tensors, output_embedding, token_embeddings, without_wrappers
 from xhf_hooks.planning.types import FileSet, Placement, TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -53,7 +52,6 @@ ADAPTER_FOLDER = 'adapter'
 ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
-@EXPORTERS.register_module()
 class LoraExporter(CompositeExporter):
     """Exports a ``PeftModel``: the trained model, or a part of it such as XTuner's ``llm``.
 
@@ -264,7 +262,6 @@ def _computed_by_peft(kind: str, what: str) -> ModelError:
     )
 
 
-@EXPORTERS.register_module()
 class NestedLoraExporter(HuggingFaceExporter):
     """Exports a ``PreTrainedModel`` with adapters on some parts, such as XTuner's ``InternVL_V1_5``, merged and whole.
 

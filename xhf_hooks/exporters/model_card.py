@@ -41,8 +41,8 @@ _SENTENCE_TRANSFORMERS = [
 def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     """Write a model card into a folder that has none. Runs on: rank 0, when all but the weights is written.
 
-    peft and sentence-transformers write their own. A folder without config.json is one of several models (XTuner's
-    layout of LLaVA), which no library of the Hub loads as a whole: it gets none.
+    peft and sentence-transformers write their own. A folder that no library of the Hub loads as a whole gets none: it
+    has several models, without a config.json of its own (XTuner's layout of LLaVA), or its config.json names no class.
 
     Args:
         base: The model that training began with.
@@ -54,6 +54,8 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
 
     config = strict_json.read(folder / 'config.json')
     kind = next(iter(config.get('architectures') or ()), '')
+    if not kind:
+        return
     auto_class, task = _find_auto_class(kind, config)
     if (folder / 'modules.json').is_file():
         library, task, command = 'sentence-transformers', 'sentence-similarity', _SENTENCE_TRANSFORMERS

@@ -25,6 +25,7 @@ from xhf_hooks.saves.run import Run
 from xhf_hooks.saves.run_info import RunInfo
 from xhf_hooks.saves.telemetry import RunLog, scalars, show
 from xhf_hooks.saves.unwrap import Unwrapped, unwrap
+from xhf_hooks.system.versions import require_packages
 
 
 @documents_options(CallbackOptions)
@@ -223,5 +224,6 @@ def _unwrap(model: Any, optimizer: Any, args: TrainingArguments) -> Unwrapped:
     plugin = getattr(args, 'deepspeed_plugin', None)
     if plugin is None:
         return found
+    require_packages('deepspeed')
     manifest_fields = {'engine': 'deepspeed', 'zero_stage': plugin.zero_stage}
     return Unwrapped(found.model, found.root, manifest_fields, engine=optimizer)

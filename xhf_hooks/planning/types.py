@@ -43,8 +43,13 @@ class TensorSpec:
     master_lost: bool = False
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+        return self.numel * DTYPE_NBYTES[self.dtype]
 
     def of_master(self) -> TensorSpec:
         """The spec of its fp32 master copy."""

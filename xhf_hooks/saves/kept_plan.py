@@ -88,7 +88,8 @@ class KeptPlan:
         given = {name: value for name in ('lora', 'llava_format') if (value := getattr(options, name)) is not None}
         # As exporter_for makes it, which first looks for the class that accepts the model
         exporter = planned.kind(unwrapped.model, options.module, **given)
-        return Preparation(exporter, planned.export, planned.specs, planned.plan, planned.expected_extra_nbytes)
+        name = type(source).__name__
+        return Preparation(exporter, name, planned.export, planned.specs, planned.plan, planned.expected_extra_nbytes)
 
     def tokenizer(self) -> tuple[Any | None, Sequence[int]]:
         """The tokenizer of the last call, and token ids to add to generation_config.json. Runs on: rank 0."""

@@ -100,6 +100,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
     how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
+        'from': f'{saver.preparation.source_name}, for {type(saver.preparation.exporter).__name__}',
         'where': targets[0].path,
         'when': ', '.join(occasions),
         'how': how,
@@ -117,8 +118,9 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
             f'trained outside of the exported model: {counted(len(others), "tensor")} ({some(others)}), saved to '
             f'{OTHER_FILES.path(WEIGHTS_NAME)}'
         )
-    told_otherwise = {*trained_of(export.left_out, saver.unwrapped.root), *export.adapter_base_tensors}
-    left_out = [name for name in export.left_out if name not in told_otherwise]
+    left_out = saver.preparation.left_out
+    told_otherwise = {*trained_of(left_out, saver.unwrapped.root), *export.adapter_base_tensors}
+    left_out = [name for name in left_out if name not in told_otherwise]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
     for note in saver.preparation.exporter.notes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from xhf_hooks.collective import Collective
-from xhf_hooks.errors import ModelError
+from xhf_hooks.errors import ModelError, PlanError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
+from xhf_hooks.planning.checks import require_entries, require_specs, require_spreads
 from xhf_hooks.planning.masters import specs_with_masters
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
@@ -22,7 +24,6 @@ from xhf_hooks.saves.compare_ranks import require_same
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.sources import Source
-from xhf_hooks.sources.master_fragments import refuse_unnamed_fp32_masters, refuse_unreadable_fp32_masters
 from xhf_hooks.system.files import allow_open_files
 from xhf_hooks.system.library_settings import without_garbage_collector
 
@@ -35,16 +36,24 @@ class Preparation:
     """The plan of a model's saves, and what it was made from.
 
     Attributes:
+        source_name: The class of the source.
         export: What the exporter writes in each save.
         specs: The model's tensors. A save plans again if the model has other tensors by then.
         expected_extra_nbytes: Estimated memory of a save on the busiest rank.
     """
 
     exporter: Exporter[Any]
+    source_name: str
     export: Export
     specs: list[TensorSpec]
     plan: SavePlan
     expected_extra_nbytes: int
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """The tensors of the source that the exporter writes nothing of, whatever its class."""
+        read_names = names_read_by(self.export.entries)
+        return [spec.name for spec in self.specs if spec.name not in read_names]
 
 
 def bucket_nbytes_of(options: SaveOptions) -> int:
@@ -82,25 +91,33 @@ def prepare_saves(
             lora=options.lora,
             llava_format=options.llava_format,
         )
+        source_name, exporter_name = type(source).__name__, type(exporter).__name__
         specs = source.specs()
-        export = exporter.export(
-            ExportRequest(specs, options.dtype, options.carry_base, unwrapped.run_config or {}, unwrapped.model)
-        )
+        require_specs(specs, f'{source_name}.specs()')
+        try:
+            export = exporter.export(
+                ExportRequest(specs, options.dtype, options.carry_base, unwrapped.run_config or {}, unwrapped.model)
+            )
+        except ModelError as error:
+            raise ModelError(f'{error} ({source_name} read the names and shapes for {exporter_name})') from error
+        if not isinstance(export, Export):
+            raise PlanError(f'{exporter_name}.export(): expected an Export, found {type(export).__name__}')
         entries = export.entries
+        require_entries(entries, specs, f'{exporter_name}.export()')
         read_names = names_read_by(entries)
         _require_values(unwrapped, read_names)
         planned_specs = specs_with_masters(specs, entries, options.dtype)
     with collective.stage('plan'):  # ranks may exchange what they have
         spread = source.spread(planned_specs, collective)
+        require_spreads(spread, planned_specs, collective.world_size, f'{source_name}.spread()')
     with collective.stage('plan'):
-        if any(spec.from_master for spec in planned_specs):
-            refuse_unreadable_fp32_masters(unwrapped.engine)
-            source.require_masters_match_weights(planned_specs)
+        reads_masters = any(spec.from_master for spec in planned_specs)
+        # Trained 16-bit weights without a master that can be read. Where the source does not refuse them, there is a
+        # warning (below)
         widened = _widened(planned_specs, read_names, options.dtype)
-        # Trained 16-bit weights without a master that can be read: there is a warning (below) if there are no masters,
-        # and an error if DeepSpeed has some but does not show which parameter each belongs to, as at stage 0
-        if widened:
-            refuse_unnamed_fp32_masters(unwrapped.engine)
+        source.require_masters_readable(unwrapped.engine, are_read=reads_masters, are_missing=bool(widened))
+        if reads_masters:
+            source.require_masters_match_weights(planned_specs)
         source.require_readable(read_names)
         round_nbytes = max(1, bucket_nbytes // 2)  # half a bucket keeps the buffers to send and receive small
         plan = make_plan(
@@ -126,14 +143,14 @@ def prepare_saves(
                 f'float32: no fp32 master weights were found of {counted(len(widened), "trained 16-bit tensor")} '
                 f'({some(widened)}); their 16-bit weights are widened'
             )
-        warn_of_left_out(log, export.left_out, unwrapped.root)
         # `memory_factor`: how many times the size of a bucket its gather needs
         gathered_nbytes = source.memory_factor * plan.largest_bucket_nbytes + export.combine_nbytes
         # Five buffers of one round each: two to send from (together one bucket), and three to receive into, of which
         # one fills while two wait for the disk
         round_buffers_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, round_buffers_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
-        preparation = Preparation(exporter, export, specs, plan, extra_nbytes)
+        preparation = Preparation(exporter, source_name, export, specs, plan, extra_nbytes)
+        warn_of_left_out(log, preparation.left_out, unwrapped.model)
     return preparation
 
 

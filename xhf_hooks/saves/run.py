@@ -34,7 +34,6 @@ from xhf_hooks.saves.save import Saver
 from xhf_hooks.saves.telemetry import RunLog, log_save
 from xhf_hooks.saves.unwrap import Unwrapped
 from xhf_hooks.system.threads import wait_until
-from xhf_hooks.system.versions import require_packages
 
 
 class Run:
@@ -115,8 +114,6 @@ class Run:
         )
         extra_targets = {suffix: newest.extra_target(suffix) for suffix in info.extra_suffixes}
         targets = [newest, *extra_targets.values()]
-        if unwrapped.engine is not None:
-            require_packages('deepspeed')
         end = RunEnd(targets, info.trainer, options.save_on_signal or (), options.exit_wait_secs, log)
         end.begin()
         try:

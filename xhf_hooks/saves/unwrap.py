@@ -1,4 +1,4 @@
-"""The trained model without its wrappers: DeepSpeed's engine, DDP, DataParallel, FSDP1, torch.compile."""
+"""The trained model without its wrappers: those of engines, DDP, DataParallel, FSDP1 and torch.compile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from xhf_hooks.sources import open_wrapper
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Unwrapped:
         root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
-        engine: DeepSpeed's engine, or its optimizer (Trainer's callback gets no engine); None without DeepSpeed. By it
-            ``dtype='float32'`` is refused where DeepSpeed keeps fp32 masters in a form that no source can read.
+        engine: The training engine's wrapper, or its optimizer, where a trainer shows nothing else of DeepSpeed; None
+            without either. By it the source refuses ``dtype='float32'`` where it cannot read the engine's fp32 masters.
         run_config: The config of the run, from which exporters read what they need; empty without one.
     """
 
@@ -32,10 +34,13 @@ class Unwrapped:
 
 
 def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
-    """Remove a DeepSpeed engine, DDP, FSDP1 and torch.compile, nested in any order.
+    """Remove the wrappers of training engines, DDP, FSDP1 and torch.compile, nested in any order.
 
     Args:
         other_wrappers: More classes that hold the model as ``module``.
+
+    Raises:
+        InstalledError: The engine is older than the oldest version that works.
     """
     # Here, since it takes half a second, and the converter does without
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -45,9 +50,9 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     root: nn.Module | None = None
     engine: Any | None = None
     while True:
-        if hasattr(model, 'zero_optimization_stage'):
-            manifest_fields = {'engine': 'deepspeed', 'zero_stage': model.zero_optimization_stage()}
-            engine, model = model, model.module
+        opened = open_wrapper(model)
+        if opened is not None:
+            engine, (model, manifest_fields) = model, opened
         elif isinstance(model, FullyShardedDataParallel):
             root, model = root or model, model.module
         elif isinstance(model, wrappers):

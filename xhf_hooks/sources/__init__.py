@@ -1,6 +1,8 @@
-"""Sources of tensors. Importing this package registers the built-in ones, the most specific last."""
+"""Sources of tensors."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
@@ -13,13 +15,24 @@ from xhf_hooks.sources.zero3 import Zero3Source
 
 __all__ = ['AutoTpSource', 'Fsdp1Source', 'Fsdp2Source', 'Source', 'WholeTensorsSource', 'Zero3Source', 'source_for']
 
+#: This package's own, in the order in which they are asked whether they accept a model, after registered ones.
+BUILT_IN: tuple[type[Source], ...] = (Zero3Source, AutoTpSource, Fsdp1Source, Fsdp2Source, WholeTensorsSource)
+
 
 def source_for(model: nn.Module) -> Source:
-    """The source for a live model: the last registered one that accepts it. Runs on: all ranks.
+    """The source for a live model: the first that accepts it (:mod:`xhf_hooks.registry`). Runs on: all ranks.
 
     Raises:
         ModelError: It is split in a way that no source can read.
     """
+    for registered in SOURCES.last_first():
+        if registered.accepts(model):
+            return registered(model)
     refuse_other_parallelism(model)
-    last_first = reversed(SOURCES.module_dict.values())
-    return next(cls for cls in last_first if cls.accepts(model))(model)
+    return next(built_in for built_in in BUILT_IN if built_in.accepts(model))(model)
+
+
+def open_wrapper(wrapper: Any) -> tuple[Any, dict[str, Any]] | None:
+    """What the wrapper of some engine holds (:meth:`.Source.open_wrapper`); None if no source knows it."""
+    found = (source.open_wrapper(wrapper) for source in (*SOURCES.last_first(), *BUILT_IN))
+    return next((opened for opened in found if opened is not None), None)

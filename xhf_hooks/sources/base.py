@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalElements:
-    """The elements of a tensor that one rank holds: consecutive in row-major order, the first with index ``start``."""
+    """The elements of a tensor that one rank holds: consecutive in row-major order.
+
+    Attributes:
+        start: Index of the first element in the whole tensor.
+        elements: The elements, in one dimension and in the dtype of the spec: ``reshape(-1)`` of a block of rows.
+    """
 
     start: int
     elements: torch.Tensor
@@ -66,8 +71,19 @@ class Source(ABC):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        """Whether this source can read the model. Of the sources that can, the one that was registered last is used."""
+        """Whether this source can read the model. The first one that can is used (:mod:`xhf_hooks.registry`)."""
         return False
+
+    @classmethod
+    def open_wrapper(cls, wrapper: Any) -> tuple[Any, dict[str, Any]] | None:
+        """What a wrapper of this engine holds, such as DeepSpeed's engine; None if it is none of this engine's.
+
+        Wrappers of torch (DDP, FSDP1, ``torch.compile``) are known, and may be inside or around it.
+
+        Returns:
+            The model in it, and fields of the manifest: ``engine``, and what else is worth noting.
+        """
+        return None
 
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
@@ -93,6 +109,22 @@ class Source(ABC):
 
         Raises:
             ModelError: One of the tensors cannot be read.
+        """
+        return None
+
+    def require_masters_readable(self, engine: Any | None, *, are_read: bool, are_missing: bool) -> None:
+        """Refuse the option ``dtype`` where the engine has fp32 masters that this source would read wrongly, or misses.
+
+        Called on all ranks when a save is planned.
+
+        Args:
+            engine: What :meth:`open_wrapper` has opened; or the engine's optimizer, where a trainer shows nothing else.
+                None without either.
+            are_read: Whether the save reads masters.
+            are_missing: Whether the save widens a trained 16-bit tensor, since no master of it is known.
+
+        Raises:
+            OptionError: The engine has such masters.
         """
         return None
 

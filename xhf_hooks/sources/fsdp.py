@@ -19,7 +19,6 @@ from xhf_hooks.errors import ModelError, TensorError
 from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalElements
 from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@SOURCES.register_module()
 class Fsdp2Source(WholeTensorsSource):
     """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another dimension.
 
@@ -61,9 +59,9 @@ class Fsdp2Source(WholeTensorsSource):
             return True
         return any(_is_class_of_torch(each, 'DTensor') for each in set(map(type, parameters_of(modules))))
 
-    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+    def spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
-            return super()._spread_of(tensor)
+            return super().spread_of(tensor)
         splits = _row_splits(tensor, self._strides(tensor.device_mesh))
         if splits is None:
             return None
@@ -74,22 +72,22 @@ class Fsdp2Source(WholeTensorsSource):
                 return None  # the parts of the last part would be smaller
             rows = -(-rows // size)
             parts.append((stride, size, max(1, rows * row_numel)))
-        return self._spread_over(tensor.numel(), tuple(parts), self._world_size)
+        return self._spread_over(tensor.numel(), tuple(parts), self.world_size)
 
     def local_elements(self, spec: TensorSpec) -> LocalElements:
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         if _is_whole(tensor):
             return super().local_elements(spec)
-        local, expected = tensor.to_local().detach(), self._local_range(tensor)  # detaching a DTensor takes longer
+        local, expected = tensor.to_local().detach(), self.local_range(tensor)  # detaching a DTensor takes longer
         if local.shape[1:] != tensor.shape[1:] or local.numel() != len(expected):
             raise TensorError(
                 f'{spec.name}: expected rows with elements {expected.start} to {expected.stop} of '
-                f'{tuple(tensor.shape)} on rank {self._rank}, found a shard of shape {tuple(local.shape)}'
+                f'{tuple(tensor.shape)} on rank {self.rank}, found a shard of shape {tuple(local.shape)}'
             )
         return LocalElements(expected.start, local.reshape(-1))
 
-    def _gather(self, spec: TensorSpec) -> torch.Tensor:
-        tensor = self._tensors[spec.name].detach()
+    def gather(self, spec: TensorSpec) -> torch.Tensor:
+        tensor = self.tensors[spec.name].detach()
         if _is_whole(tensor):
             return tensor
         if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: the mesh gathers on its device
@@ -97,7 +95,6 @@ class Fsdp2Source(WholeTensorsSource):
         return tensor.full_tensor()
 
 
-@SOURCES.register_module()
 class Fsdp1Source(WholeTensorsSource):
     """Every FSDP module has one flat parameter; each rank holds consecutive elements of it.
 
@@ -150,16 +147,16 @@ class Fsdp1Source(WholeTensorsSource):
         fsdp = sys.modules.get('torch.distributed.fsdp')
         return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in modules_in(model))
 
-    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+    def spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if not self._is_sharded(tensor):
-            return super()._spread_of(tensor)
+            return super().spread_of(tensor)
         module, _, skipped = self._place[id(tensor)]
         each = module._handle.flat_param._sharded_size.numel()
         # HYBRID_SHARD has several such groups
-        return self._spread_in_group(math.prod(self._full_shape(tensor)), module.process_group, each, skipped)
+        return self.spread_in_group(math.prod(self.full_shape(tensor)), module.process_group, each, skipped)
 
     def local_elements(self, spec: TensorSpec) -> LocalElements:
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         if not self._is_sharded(tensor):
             return super().local_elements(spec)
         module, index, _ = self._place[id(tensor)]
@@ -185,17 +182,17 @@ class Fsdp1Source(WholeTensorsSource):
         read: dict[str, torch.Tensor] = {}
         by_module: dict[Any, list[str]] = {}
         for spec in specs:
-            tensor = self._tensors[spec.name]
+            tensor = self.tensors[spec.name]
             if self._is_sharded(tensor):
                 by_module.setdefault(self._place[id(tensor)][0], []).append(spec.name)
             elif spec.name in wanted:
                 read[spec.name] = tensor.detach()
         for module, own in by_module.items():
             with module.summon_full_params(module, recurse=False, writeback=False):
-                read.update((name, self._tensors[name].detach().clone()) for name in own if name in wanted)
+                read.update((name, self.tensors[name].detach().clone()) for name in own if name in wanted)
         return read
 
-    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         if id(tensor) not in self._place:
             return tuple(tensor.shape)
         module, index, _ = self._place[id(tensor)]

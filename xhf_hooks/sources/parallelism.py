@@ -19,7 +19,6 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 #: The layers that gather what they split. The ones for Conv1D (GPT-2) do not (0.19.6): rows are columns there.
@@ -35,7 +34,6 @@ _LAYERS = (
 _USE_ZERO_3 = 'ZeRO-3, which also spreads a model over all ranks'
 
 
-@SOURCES.register_module()
 class AutoTpSource(WholeTensorsSource):
     """Gathers the split layers of DeepSpeed's AutoTP; everything else is whole on every rank. At ZeRO-0 to 2."""
 
@@ -49,14 +47,14 @@ class AutoTpSource(WholeTensorsSource):
         """The same as for other models, except for masters, which ZeRO spreads over some of the ranks only."""
         return super().spread([spec for spec in specs if not spec.from_master], collective)
 
-    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
-        return None if _is_split(tensor) else super()._spread_of(tensor)
+    def spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        return None if _is_split(tensor) else super().spread_of(tensor)
 
-    def _gather(self, spec: TensorSpec) -> torch.Tensor:
-        return _whole(self._tensors[spec.name], super()._gather(spec))
+    def gather(self, spec: TensorSpec) -> torch.Tensor:
+        return _whole(self.tensors[spec.name], super().gather(spec))
 
-    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else super()._full_shape(tensor)
+    def full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(_description(tensor)['original_shape']) if _is_split(tensor) else super().full_shape(tensor)
 
 
 def refuse_other_parallelism(model: nn.Module) -> None:

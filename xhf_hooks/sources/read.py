@@ -20,6 +20,7 @@ from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.rounds import Portion, portions_of
 from xhf_hooks.planning.types import Chunk, Group, Placement, TensorSpec
 from xhf_hooks.sources.base import LocalElements, Source
+from xhf_hooks.sources.checks import read_local_elements, require_elements, require_gathered
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory
 
 #: A slice that must be cast, or copied from a device, passes through host memory in parts of this many elements.
@@ -107,16 +108,9 @@ class SliceReader:
         """
         spec = portion.read
         if self._last is None or self._last[0] != spec.name:
-            self._last = spec.name, self._source.local_elements(spec)
+            self._last = spec.name, read_local_elements(self._source, spec)
         own = self._last[1]
-        found, dtype = range(own.start, own.start + own.elements.numel()), own.elements.dtype
-        are_found = found.start <= needed.start and needed.stop <= found.stop
-        if not are_found or own.elements.dim() != 1 or dtype != TORCH_DTYPES[spec.dtype]:
-            raise TensorError(
-                f'{spec.name}: {portion.placement.hf_name} needs elements {needed.start} to {needed.stop} in '
-                f'{spec.dtype} from rank {self._rank}, which has {found.start} to {found.stop} in {dtype}. Set '
-                f"writer='gather', which needs no slices"
-            )
+        require_elements(spec, own, needed, self._rank, portion.placement.hf_name)
         return own
 
 
@@ -146,7 +140,9 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
                 collective.raise_if_any_failed('gather')
             tensors: dict[str, torch.Tensor] = {}
             with collective.remembering('gather'):
-                tensors = source.gathered(specs, wanted=() if collective.has_remembered_error else wanted[number])
+                needed = () if collective.has_remembered_error else wanted[number]
+                tensors = source.gathered(specs, wanted=needed)
+                require_gathered(source, specs, needed, tensors)
             with collective.remembering('gather'):
                 for group in () if collective.has_remembered_error else to_make[number]:
                     yield from starmap(to_host, made_from(group, tensors, collective.rank))

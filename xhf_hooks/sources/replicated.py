@@ -19,6 +19,7 @@ from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import Source
+from xhf_hooks.sources.checks import read_local_elements
 
 _WORD_NBYTES = 8
 _PIECE_NBYTES = 8 * 2**20
@@ -146,7 +147,7 @@ def _checksums_of(specs: Sequence[TensorSpec], source: Source) -> np.ndarray:
     """Checksums of what this rank holds of each tensor. Waits once for a device."""
     if not specs:
         return np.zeros(0, np.int64)
-    sums = [_checksum(source.local_elements(spec).elements) for spec in specs]
+    sums = [_checksum(read_local_elements(source, spec).elements) for spec in specs]
     return torch.stack([found.to(sums[0].device) for found in sums]).cpu().numpy()
 
 

@@ -1,10 +1,11 @@
-"""The source of models whose parameters are whole on every rank; those of DeepSpeed and FSDP build on it."""
+"""The source of models whose parameters are whole on every rank. Sources of engines that partition them build on it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,20 +15,23 @@ from torch import nn
 from xhf_hooks.collective import Collective
 from xhf_hooks.compat.torch import rank_and_world_size
 from xhf_hooks.errors import ModelError
-from xhf_hooks.format.dtypes import dtype_code
+from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_over
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalElements, Source
+from xhf_hooks.sources.checks import read_local_elements, require_elements
 from xhf_hooks.sources.host_memory import synchronize
 from xhf_hooks.sources.master_fragments import (
     local_fragment,
     master_of_fragment,
     may_have_master,
+    refuse_unnamed_fp32_masters,
+    refuse_unreadable_fp32_masters,
     spread_of_fragments,
 )
+from xhf_hooks.system.versions import require_packages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,20 +41,34 @@ if TYPE_CHECKING:
 _SAMPLED_ELEMENTS = 64
 
 
-@SOURCES.register_module()
 class WholeTensorsSource(Source):
     """Of one process, DDP, DeepSpeed ZeRO-0 to 2: each rank has all but the fp32 masters.
 
     The masters are spread over the ranks, and are gathered only with ``writer='gather'``, or where an output needs
-    whole ones. Sources of engines that partition parameters override what differs.
+    whole ones.
+
+    The source of an engine that partitions parameters derives from this one. It inherits the names of tensors (ties by
+    identity, no wrappers' path components, no buffers but persistent ones), and overrides what differs:
+
+    - :meth:`full_shape` and :meth:`spread_of`, if each rank holds consecutive elements, such as rows. With these two
+      alone ranks write their slices, and tensors are gathered where an output needs whole ones.
+    - :meth:`local_elements`, if a rank's elements are elsewhere than in the parameter.
+    - :meth:`gather`, if the engine has a better way, or where :meth:`spread_of` returns None.
+    - :meth:`has_master`, :meth:`local_elements` and :meth:`weights_and_master`, if it has fp32 masters. They are spread
+      as their parameters are.
+
+    Attributes:
+        tensors: The parameters and persistent buffers, by the first of their names.
+        rank: This rank.
+        world_size: The number of ranks.
     """
 
     partitioned_by: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
-        self._rank, self._world_size = rank_and_world_size()
+        self.rank, self.world_size = rank_and_world_size()
         tensors = names_by_identity(model)
-        self._tensors = {names[0]: tensor for tensor, names in tensors}
+        self.tensors = {names[0]: tensor for tensor, names in tensors}
         self._aliases = {names[0]: names[1:] for _, names in tensors}
         self._strides = cache(_strides_of)  # which takes time for very many ranks
         self._size_of_group = cache(dist.get_world_size)
@@ -61,11 +79,23 @@ class WholeTensorsSource(Source):
     def accepts(cls, model: nn.Module) -> bool:
         return True
 
+    @classmethod
+    def open_wrapper(cls, wrapper: Any) -> tuple[Any, dict[str, Any]] | None:
+        """DeepSpeed's engine, of any stage.
+
+        Raises:
+            InstalledError: DeepSpeed is too old.
+        """
+        if not hasattr(wrapper, 'zero_optimization_stage'):
+            return None
+        require_packages('deepspeed')
+        return wrapper.module, {'engine': 'deepspeed', 'zero_stage': wrapper.zero_optimization_stage()}
+
     def specs(self) -> list[TensorSpec]:
         found = []
-        for name, tensor in self._tensors.items():
-            shape, code, aliases = self._full_shape(tensor), dtype_code(tensor.dtype), tuple(self._aliases[name])
-            has_master = self._has_master(tensor)
+        for name, tensor in self.tensors.items():
+            shape, code, aliases = self.full_shape(tensor), dtype_code(tensor.dtype), tuple(self._aliases[name])
+            has_master = self.has_master(tensor)
             # Trained in 16 bits without a master that can be read: dtype='float32' widens it, with a warning
             master_lost = code in HALF_DTYPES and tensor.requires_grad and not has_master
             found.append(TensorSpec(name, shape, code, aliases, has_master=has_master, master_lost=master_lost))
@@ -73,15 +103,23 @@ class WholeTensorsSource(Source):
 
     @property
     def is_on_a_device(self) -> bool:  # type: ignore[override]
-        return any(tensor.device.type != 'cpu' for tensor in self._tensors.values())
+        return any(tensor.device.type != 'cpu' for tensor in self.tensors.values())
 
     def synchronize(self) -> None:
-        synchronize({tensor.device for tensor in self._tensors.values()})
+        synchronize({tensor.device for tensor in self.tensors.values()})
+
+    def require_masters_readable(self, engine: Any | None, *, are_read: bool, are_missing: bool) -> None:
+        if are_read:
+            refuse_unreadable_fp32_masters(engine)
+        # There is a warning if there are no masters, and an error if DeepSpeed has some but does not show which
+        # parameter each belongs to, as at stage 0
+        if are_missing:
+            refuse_unnamed_fp32_masters(engine)
 
     def require_masters_match_weights(self, specs: Sequence[TensorSpec]) -> None:
         pairs = {}
         for spec in specs:
-            pair = self._weights_and_master(spec) if spec.from_master else None
+            pair = self.weights_and_master(spec) if spec.from_master else None
             if pair is not None and pair[0].numel():
                 pairs[spec.name] = pair
         differing = [
@@ -91,33 +129,32 @@ class WholeTensorsSource(Source):
             raise ModelError(
                 f'{differing[0]}: expected an fp32 master that rounds to the 16-bit weights, found the master of '
                 f'another parameter, or an outdated one (in {len(differing)} of {len(pairs)} tensors on rank '
-                f"{self._rank}). Set dtype to None, or remove round_robin_gradients or zenflow from DeepSpeed's "
+                f"{self.rank}). Set dtype to None, or remove round_robin_gradients or zenflow from DeepSpeed's "
                 f'config. A callback that replaces weights (EMA) must replace their masters, too'
             )
 
-    def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's elements of a parameter's 16-bit weights, and the same elements of their master."""
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         fragment = local_fragment(tensor)
         if fragment is None:
             return None
         return tensor.detach().reshape(-1)[fragment.start : fragment.stop], master_of_fragment(tensor)
 
     def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
-        fragments = {spec.name: self._tensors[spec.name] for spec in specs if spec.from_master}
-        found = spread_of_fragments(fragments, collective)
-        of_weights = (
-            (spec.name, self._once_spread_of(self._tensors[spec.name])) for spec in specs if not spec.from_master
-        )
-        return found | {name: spread for name, spread in of_weights if spread is not None}
+        tensors = {spec.name: self.tensors[spec.name] for spec in specs}
+        fragments = {spec.name for spec in specs if spec.from_master and may_have_master(tensors[spec.name])}
+        found = spread_of_fragments({name: tensors[name] for name in tensors if name in fragments}, collective)
+        spreads = ((name, self._once_spread_of(tensors[name])) for name in tensors if name not in fragments)
+        return found | {name: spread for name, spread in spreads if spread is not None}
 
-    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
-        """Which elements each rank holds; None if a rank's elements are not consecutive."""
+    def spread_of(self, tensor: torch.Tensor) -> Spread | None:
+        """Which elements each rank holds, the same on all ranks; None if a rank's elements are not consecutive."""
         if not isinstance(tensor, nn.Parameter):  # buffers may differ between ranks: those of rank 0 are saved
-            return on_one_rank(tensor.numel(), 0, self._world_size)
-        return self._spread_over(tensor.numel(), (), self._world_size)  # no splits: every rank holds all of it
+            return on_one_rank(tensor.numel(), 0, self.world_size)
+        return self._spread_over(tensor.numel(), (), self.world_size)  # no splits: every rank holds all of it
 
-    def _spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
+    def spread_in_group(self, numel: int, group: dist.ProcessGroup, each: int, skipped: int = 0) -> Spread | None:
         """The spread of a tensor that each of several groups of ranks holds together, in the order of its ranks.
 
         None if the group's ranks are not evenly spaced.
@@ -131,65 +168,107 @@ class WholeTensorsSource(Source):
             return None
         (stride,) = strides  # a group has one dimension
         split = stride, self._size_of_group(group), max(1, each)
-        return self._spread_over(numel, (split,), self._world_size, skipped)
+        return self._spread_over(numel, (split,), self.world_size, skipped)
 
     def _once_spread_of(self, tensor: torch.Tensor) -> Spread | None:
-        """:meth:`_spread_of`, found once per tensor."""
+        """:meth:`spread_of`, found once per tensor."""
         if id(tensor) not in self._spreads:
-            self._spreads[id(tensor)] = self._spread_of(tensor)
+            self._spreads[id(tensor)] = self.spread_of(tensor)
         return self._spreads[id(tensor)]
 
-    def _local_range(self, tensor: torch.Tensor) -> range:
+    def local_range(self, tensor: torch.Tensor) -> range:
         """This rank's elements of a partitioned tensor."""
         spread = self._once_spread_of(tensor)
-        return range(0) if spread is None else spread.held_by(self._rank, with_replicas=True)
+        return range(0) if spread is None else spread.held_by(self.rank, with_replicas=True)
 
     def local_elements(self, spec: TensorSpec) -> LocalElements:
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         if not spec.from_master:
-            return LocalElements(0, tensor.detach().reshape(-1))
+            held = tensor.detach().reshape(-1)
+            if tuple(tensor.shape) == spec.shape:
+                return LocalElements(0, held)
+            expected = self.local_range(tensor)
+            return LocalElements(expected.start, held[: len(expected)])  # the engine may pad the last part
         fragment = local_fragment(tensor)
         if fragment is None:
             return LocalElements(0, tensor.new_empty(0, dtype=torch.float32))
         return LocalElements(fragment.start, master_of_fragment(tensor))
 
     def replicated(self, specs: Sequence[TensorSpec]) -> dict[TensorSpec, Spread]:
-        spreads = ((spec, self._once_spread_of(self._tensors[spec.name])) for spec in specs)
+        spreads = ((spec, self._once_spread_of(self.tensors[spec.name])) for spec in specs)
         return {spec: spread for spec, spread in spreads if spread is not None and spread.replicated}
 
     def require_device_memory(self, nbytes: int) -> None:
-        parameters = [tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter)]
+        parameters = [tensor for tensor in self.tensors.values() if isinstance(tensor, nn.Parameter)]
         spreads = ((tensor, self._once_spread_of(tensor)) for tensor in parameters)
         for device in {tensor.device for tensor, spread in spreads if spread is None or not spread.on_every_rank}:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gathered(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
-        read = {}
+        read: dict[str, torch.Tensor] = {}
+        error: Exception | None = None
         for spec in specs:
-            whole = self._gather(spec)
+            try:
+                whole = self.gather(spec)
+            except Exception as caught:  # of any type: the other ranks gather the next tensors with this one
+                error = error or caught
+                continue
             if spec.name in wanted:
                 read[spec.name] = whole
+        if error is not None:
+            raise error
         return read
 
-    def _gather(self, spec: TensorSpec) -> torch.Tensor:
-        """One whole tensor; all ranks help to assemble it."""
-        if not spec.from_master:
-            return self._tensors[spec.name].detach()
-        from deepspeed.utils import safe_get_full_fp32_param
+    def gather(self, spec: TensorSpec) -> torch.Tensor:
+        """One whole tensor. Runs on: all ranks; one that fails raises only after it has taken part."""
+        tensor = self.tensors[spec.name]
+        if spec.from_master and may_have_master(tensor):
+            from deepspeed.utils import safe_get_full_fp32_param
 
-        return safe_get_full_fp32_param(self._tensors[spec.name])
+            return safe_get_full_fp32_param(tensor)
+        spread = self._once_spread_of(tensor)
+        if spread is None or spread.on_every_rank or not isinstance(tensor, nn.Parameter):
+            return tensor.detach()
+        return self._assemble(spec, [spread.held_by(rank, with_replicas=True) for rank in range(self.world_size)])
 
-    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _assemble(self, spec: TensorSpec, held: Sequence[range]) -> torch.Tensor:
+        """A whole tensor from what each rank holds. Runs on: all ranks.
+
+        Args:
+            held: The elements that each rank holds.
+        """
+        tensor, dtype = self.tensors[spec.name], TORCH_DTYPES[spec.dtype]
+        own = torch.zeros(max(map(len, held)), dtype=dtype, device=tensor.device)
+        error: Exception | None = None
+        try:
+            found = read_local_elements(self, spec)
+            require_elements(spec, found, held[self.rank], self.rank)
+            own[: found.elements.numel()] = found.elements
+        except Exception as caught:  # of any type: the other ranks wait for this one in the collective
+            error = caught
+        parts = [torch.empty_like(own) for _ in held]
+        # As bytes: backends do not know all dtypes
+        dist.all_gather([part.view(torch.uint8) for part in parts], own.view(torch.uint8))
+        if error is not None:
+            raise error
+        whole = own.new_empty(math.prod(spec.shape))
+        for elements, part in zip(held, parts, strict=True):
+            whole[elements.start : elements.stop] = part[: len(elements)]
+        return whole.view(spec.shape)
+
+    def full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
         return tuple(tensor.shape)
 
-    def _has_master(self, tensor: torch.Tensor) -> bool:
+    def has_master(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine keeps an fp32 master of this tensor that :meth:`local_elements` can read."""
         is_half = tensor.dtype in (torch.float16, torch.bfloat16)
         return is_half and may_have_master(tensor) and self._has_fp32_masters
 
     @cached_property
     def _has_fp32_masters(self) -> bool:
         """Whether masters are in fp32, not in 16 bits as with DeepSpeed's ``bf16_master_weights_and_grads``."""
-        held = (tensor for tensor in self._tensors.values() if local_fragment(tensor) is not None)
+        held = (tensor for tensor in self.tensors.values() if local_fragment(tensor) is not None)
         dtypes = (master_of_fragment(tensor).dtype for tensor in held)
         return next(dtypes, torch.float32) == torch.float32
 

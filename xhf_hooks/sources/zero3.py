@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError, RankLostError, TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import SOURCES
 from xhf_hooks.sources.base import LocalElements
 from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 
-@SOURCES.register_module()
 class Zero3Source(WholeTensorsSource):
     """Reads this rank's partitions, or gathers them with ``deepspeed.zero.GatheredParameters``, offloaded or not.
 
@@ -40,14 +36,14 @@ class Zero3Source(WholeTensorsSource):
         return any(map(_is_partitioned, parameters_of(modules_in(model))))
 
     def specs(self) -> list[TensorSpec]:
-        if any(getattr(getattr(t, '_z3_optimizer', None), 'zenflow', False) is True for t in self._tensors.values()):
+        if any(getattr(getattr(t, '_z3_optimizer', None), 'zenflow', False) is True for t in self.tensors.values()):
             raise ModelError(
                 'with zenflow in its config, DeepSpeed keeps matrices transposed at ZeRO-3; remove it, or use ZeRO-2'
             )
         return super().specs()
 
     def require_readable(self, names: Collection[str]) -> None:
-        quantized = [name for name in names if _is_quantized(self._tensors[name])]
+        quantized = [name for name in names if _is_quantized(self.tensors[name])]
         if quantized:
             raise ModelError(
                 f'DeepSpeed keeps frozen weights in 8 bits ({len(quantized)} of them; the first is {quantized[0]}), so '
@@ -55,21 +51,17 @@ class Zero3Source(WholeTensorsSource):
                 f"adapter with lora='adapter'"
             )
 
-    def spread(self, specs: Sequence[TensorSpec], collective: Collective) -> dict[str, Spread]:
-        """The same as for other models; masters are spread as their parameters are."""
-        return super().spread([replace(spec, from_master=False) for spec in specs], collective)
-
-    def _spread_of(self, tensor: torch.Tensor) -> Spread | None:
+    def spread_of(self, tensor: torch.Tensor) -> Spread | None:
         """Also of a parameter on NVMe: :meth:`_partition` reads its swap file."""
         if not _is_partitioned(tensor):
-            return super()._spread_of(tensor)
-        return self._spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
+            return super().spread_of(tensor)
+        return self.spread_in_group(tensor.ds_numel, _partition_group(tensor), tensor.ds_tensor.ds_numel)
 
     def local_elements(self, spec: TensorSpec) -> LocalElements:
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         if not _is_partitioned(tensor):
             return super().local_elements(spec)
-        expected = self._local_range(tensor)
+        expected = self.local_range(tensor)
         # The last partitions of a parameter are padded
         return LocalElements(expected.start, self._partition(spec)[: len(expected)])
 
@@ -80,7 +72,7 @@ class Zero3Source(WholeTensorsSource):
         See ``checkpoint_event_prologue`` and ``_epilogue`` in ``runtime/zero/stage3.py``, called around
         ``_zero3_consolidated_16bit_state_dict`` (``runtime/engine.py``).
         """
-        optimizer = next((t._z3_optimizer for t in self._tensors.values() if hasattr(t, '_z3_optimizer')), None)
+        optimizer = next((t._z3_optimizer for t in self.tensors.values() if hasattr(t, '_z3_optimizer')), None)
         if optimizer is None:
             yield
             return
@@ -101,7 +93,7 @@ class Zero3Source(WholeTensorsSource):
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         by_us = [spec for spec in specs if self._is_gathered_by_us(spec)]
-        remaining = {spec.name: self._tensors[spec.name] for spec in specs if not self._is_gathered_by_us(spec)}
+        remaining = {spec.name: self.tensors[spec.name] for spec in specs if not self._is_gathered_by_us(spec)}
         # A parameter that is already whole (a persistent one of a model without optimizer) must stay whole:
         # GatheredParameters would partition it on exit
         partitioned = {
@@ -116,7 +108,7 @@ class Zero3Source(WholeTensorsSource):
         return read | self._gather_partitions(by_us, wanted)
 
     def _is_gathered_by_us(self, spec: TensorSpec) -> bool:
-        return spec.from_master or _is_on_nvme(self._tensors[spec.name])
+        return spec.from_master or _is_on_nvme(self.tensors[spec.name])
 
     def _gather_partitions(self, specs: Sequence[TensorSpec], wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """Fp32 masters, and parameters on NVMe, for which DeepSpeed may not have enough buffers.
@@ -134,7 +126,7 @@ class Zero3Source(WholeTensorsSource):
         on_their_way = []
         error: Exception | None = None
         for spec in specs:
-            tensor = self._tensors[spec.name]
+            tensor = self.tensors[spec.name]
             try:
                 partition = self._partition(spec)
             except Exception as caught:  # of any type: this rank takes part in the gather, and raises afterwards
@@ -155,7 +147,7 @@ class Zero3Source(WholeTensorsSource):
 
     def _partition(self, spec: TensorSpec) -> torch.Tensor:
         """This rank's elements, with padding. Does not communicate; the result may alias live memory."""
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         expected = tensor.ds_tensor.ds_numel
         if spec.from_master:
             partition = _master(tensor)
@@ -166,28 +158,28 @@ class Zero3Source(WholeTensorsSource):
             partition = tensor.ds_tensor.data
         if partition.numel() != expected:
             raise TensorError(
-                f'{spec.name}: expected a partition of {expected} elements on rank {self._rank}, '
+                f'{spec.name}: expected a partition of {expected} elements on rank {self.rank}, '
                 f'found {partition.numel()}'
             )
         return partition.reshape(-1)
 
-    def _weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def weights_and_master(self, spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's weights and fp32 master; None where it is not checked that they belong together.
 
         On NVMe they cannot be mixed up, since DeepSpeed finds both by the parameter's number, and reading takes long.
         """
-        tensor = self._tensors[spec.name]
+        tensor = self.tensors[spec.name]
         optimizer = tensor._z3_optimizer
         group, _, _ = optimizer.grad_position[optimizer.get_param_id(tensor)]
         if _is_on_nvme(tensor) or optimizer._swappable_optimizer_subgroup(group):
             return None
-        numel = len(self._local_range(tensor))  # without padding
+        numel = len(self.local_range(tensor))  # without padding
         return tensor.ds_tensor.detach().reshape(-1)[:numel], _master(tensor).reshape(-1)[:numel]
 
-    def _full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def full_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.ds_shape) if _is_partitioned(tensor) else tuple(tensor.shape)
 
-    def _has_master(self, tensor: torch.Tensor) -> bool:
+    def has_master(self, tensor: torch.Tensor) -> bool:
         if not tensor.requires_grad or tensor.dtype not in (torch.float16, torch.bfloat16):
             return False
         # DeepSpeed gives its optimizer to all parameters. Of those that it does not train, the 16-bit weights are exact

@@ -152,9 +152,11 @@ def test_none_is_written_where_there_is_one_or_none_is_wanted_or_no_library_load
     folder = folder_with(tmp_path / 'out', {'architectures': ['LlamaForCausalLM']})
     (folder / 'README.md').write_text('mine')
     (tmp_path / 'empty').mkdir()
-    for each in (folder, tmp_path / 'empty'):
+    of_no_class = folder_with(tmp_path / 'of_no_class', {'model_type': 'world_model'})
+    for each in (folder, tmp_path / 'empty', of_no_class):
         write_model_card(each, LocatedBase(), STEP)
     assert (folder / 'README.md').read_text() == 'mine' and not (tmp_path / 'empty' / 'README.md').exists()
+    assert not (of_no_class / 'README.md').exists()
     committed = save_hf(build('llama'), tmp_path / 'hf_model', model_card=False)
     assert not (committed.path / 'README.md').exists()
 

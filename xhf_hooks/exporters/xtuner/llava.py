@@ -27,7 +27,6 @@ from xhf_hooks.exporters.reference import Reference
 from xhf_hooks.exporters.traced import TracedTensor, computed
 from xhf_hooks.model import module_tensors
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -45,7 +44,6 @@ _ROWS_MULTIPLE = 64
 _CHUNK_ROWS = 1024
 
 
-@EXPORTERS.register_module()
 class LlavaExporter(CompositeExporter):
     """Writes the trained parts in XTuner's layout, or transformers' LlavaForConditionalGeneration.
 

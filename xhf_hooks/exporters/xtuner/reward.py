@@ -24,7 +24,6 @@ from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.traced import TracedTensor, traced
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -75,7 +74,6 @@ def head_of(kind: type[PreTrainedModel]) -> str:
     return 'v_head' if kind.__name__.endswith('ForRewardModel') else 'score'
 
 
-@EXPORTERS.register_module()
 class RewardExporter(LoraExporter):
     """Exports a reward model, an adapter of its backbone by default merged as in XTuner unless the base is quantized.
 

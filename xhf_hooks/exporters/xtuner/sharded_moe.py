@@ -24,7 +24,6 @@ from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.traced import TracedTensor
 from xhf_hooks.model import model_class
 from xhf_hooks.planning.types import TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,7 +38,6 @@ _XTUNER_OPTIONS = ('moe_implementation', 'expert_in_one_shard')
 _FUSED = re.compile(r'(?P<experts>.+\.experts)\.(?P<shard>\d+)\.(?P<part>w1w3|w2)')
 
 
-@EXPORTERS.register_module()
 class ShardedMoeExporter(HuggingFaceExporter):
     """Writes the official model, with its names and a config without XTuner's options.
 

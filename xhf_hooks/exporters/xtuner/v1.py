@@ -30,7 +30,6 @@ from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import some
 from xhf_hooks.model import without_wrappers
 from xhf_hooks.planning.types import Placement, TensorSpec
-from xhf_hooks.registry import EXPORTERS
 
 #: What V1 copies from the folder that the model was loaded from, and what describes that folder's own weights.
 _OF_OTHER_WEIGHTS = ('*.index.json', 'xhf_manifest.json', '*.safetensors')
@@ -47,7 +46,6 @@ class XtunerV1Export(Export):
     embedding_rows: int | None
 
 
-@EXPORTERS.register_module()
 class XtunerV1Exporter(Exporter[XtunerV1Export]):
     """Writes the tensors and files that V1's own ``save_hf`` writes, in one set of files with an index.
 
