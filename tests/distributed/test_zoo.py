@@ -15,7 +15,6 @@ import torch.distributed as dist
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
 from tests.helpers.checks.converted import convert
-from tests.helpers.checks.pages import code
 from tests.helpers.models.adapted import adapted, merged_by_peft
 from tests.helpers.models.own_classes import CounterConfig, HasWidth
 from tests.helpers.models.zoo import FAMILIES, available, build

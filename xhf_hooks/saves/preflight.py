@@ -119,7 +119,7 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
             f'{OTHER_FILES.path(WEIGHTS_NAME)}'
         )
     left_out = saver.preparation.left_out
-    told_otherwise = {*trained_of(left_out, saver.unwrapped.root), *export.adapter_base_tensors}
+    told_otherwise = {*trained_of(left_out, saver.unwrapped.model), *export.adapter_base_tensors}
     left_out = [name for name in left_out if name not in told_otherwise]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')

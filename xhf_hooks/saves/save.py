@@ -271,7 +271,7 @@ class Saver:
         if self.kept is None:  # else prepare() has just made it, in the same call of save_hf
             self.source = source_for(self.unwrapped.root)
         prepared = self.preparation
-        warn_of_left_out(self.log, prepared.left_out, self.unwrapped.root)
+        warn_of_left_out(self.log, prepared.left_out, self.unwrapped.model)
         is_outdated = self.source.specs() != prepared.specs or prepared.exporter.is_outdated(prepared.export)
         if self.collective.vote_any(is_outdated, 'plan'):
             in_background = self.background is not None

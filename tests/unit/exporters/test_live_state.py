@@ -30,6 +30,7 @@ from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
+from xhf_hooks.saves.unwrap import Unwrapped
 
 
 def written(exporter: Planned, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:
@@ -210,6 +211,16 @@ def test_every_save_tells_of_them(lora, tmp_path, caplog):
     assert f'{told}other_modules/model.safetensors' in caplog.messages
     (record,) = [record for record in caplog.records if 'trained, but not saved' in record.getMessage()]
     assert record.levelname == 'WARNING' and f'{OF_CRITIC}.weight' in record.getMessage()
+
+
+def test_of_averaged_weights_what_the_live_model_trains_is_told(tmp_path, caplog, monkeypatch):
+    """EMAHook's copy of the model, which is saved, is frozen as a whole."""
+    model = around(llm=build('llama'), critic=critic())
+    averaged = copy.deepcopy(model).requires_grad_(False)
+    monkeypatch.setattr('xhf_hooks.integrations.own_loop.unwrap', lambda model: Unwrapped(model, averaged))
+    save_hf(model, tmp_path / 'saved')
+    (told,) = [message for message in caplog.messages if 'trained, but not saved' in message]
+    assert f'2 tensors ({OF_CRITIC}.weight, {OF_CRITIC}.bias)' in told
 
 
 class DrawsNumbers(OfTheScript):
