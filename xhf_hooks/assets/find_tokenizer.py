@@ -19,8 +19,9 @@ from xhf_hooks.assets.load_tokenizer import (
     load_tokenizer,
     tokenizer_in,
 )
-from xhf_hooks.base_model.files import TOKENIZER_CONFIG, LocatedBase, find_base_folder
+from xhf_hooks.base_model.files import LocatedBase, find_base_folder
 from xhf_hooks.errors import BaseModelError, OptionError
+from xhf_hooks.format.loaded_files import TOKENIZER_CONFIG
 from xhf_hooks.format.text import error_text, refused_as, some
 from xhf_hooks.registry import build_from_config
 from xhf_hooks.system.library_settings import quiet

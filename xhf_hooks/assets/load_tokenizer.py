@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.base_model.files import (
+from xhf_hooks.base_model.files import LocatedBase, modules_named_by
+from xhf_hooks.format.loaded_files import (
     MORE_TOKENIZER_FILES,
     PROCESSOR_FILES,
     PROCESSOR_TEMPLATE,
@@ -14,8 +15,6 @@ from xhf_hooks.base_model.files import (
     TOKENIZER_FILES,
     TRANSFORMERS_TOKENIZER_FILES,
     VOCABULARY_FILES,
-    LocatedBase,
-    modules_named_by,
 )
 from xhf_hooks.format.text import error_text
 

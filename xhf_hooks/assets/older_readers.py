@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.assets.load_tokenizer import vocabulary_files
-from xhf_hooks.base_model.files import CHAT_TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON, LocatedBase
+from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.loaded_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

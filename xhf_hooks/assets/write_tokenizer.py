@@ -31,7 +31,8 @@ from xhf_hooks.assets.load_tokenizer import (
     vocabulary_files,
 )
 from xhf_hooks.assets.older_readers import Files, older_tokenizer_files, with_older_processor_files, without
-from xhf_hooks.base_model.files import (
+from xhf_hooks.base_model.files import LocatedBase, base_of
+from xhf_hooks.format.loaded_files import (
     CHAT_TEMPLATE,
     MORE_TOKENIZER_FILES,
     PROCESSOR_FILES,
@@ -39,8 +40,6 @@ from xhf_hooks.base_model.files import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     TRANSFORMERS_TOKENIZER_FILES,
-    LocatedBase,
-    base_of,
 )
 from xhf_hooks.system.files import errors_naming
 

@@ -18,7 +18,15 @@ from weakref import WeakKeyDictionary
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.index import WEIGHTS_SUFFIX
+from xhf_hooks.format.loaded_files import (
+    CONFIG,
+    CONFIGS,
+    PROCESSOR_FILES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    WEIGHT_SUFFIXES,
+    is_loaded_text,
+)
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
 
@@ -26,35 +34,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-#: Files of vocabularies, besides those that a tokenizer's class names. transformers 5 often reads only tokenizer.json.
-VOCABULARY_FILES = (
-    'tokenizer.model',
-    'vocab.json',
-    'merges.txt',
-    'vocab.txt',
-    'spiece.model',
-    'sentencepiece.bpe.model',
-    'tekken.json',
-)
-TOKENIZER_CONFIG = 'tokenizer_config.json'
-TOKENIZER_JSON = 'tokenizer.json'
-CHAT_TEMPLATE = 'chat_template.jinja'
-#: Files that transformers writes. A folder with none of them, but a vocabulary, may be for another library.
-TRANSFORMERS_TOKENIZER_FILES = (TOKENIZER_CONFIG, TOKENIZER_JSON)
-#: Files of a tokenizer. A folder has one if it has one of these.
-TOKENIZER_FILES = (*TRANSFORMERS_TOKENIZER_FILES, *VOCABULARY_FILES)
-#: Files of a processor that are not its tokenizer's. transformers 5 saves them as one, which 4.48 cannot read.
-PROCESSOR_FILES = ('processor_config.json', 'preprocessor_config.json', 'video_preprocessor_config.json')
-#: The chat template of a processor, which transformers 5 no longer writes.
-PROCESSOR_TEMPLATE = 'chat_template.json'
-#: More files of a tokenizer, which make no tokenizer without the files above.
-MORE_TOKENIZER_FILES = ('added_tokens.json', 'special_tokens_map.json', CHAT_TEMPLATE)
 #: Files whose field ``auto_map`` may name code.
-_WITH_CODE = ('config.json', TOKENIZER_CONFIG, *PROCESSOR_FILES)
+_WITH_CODE = (CONFIG, TOKENIZER_CONFIG, *PROCESSOR_FILES)
 #: Endings of files that code does not read from its own folder: they are not copied with it, even if it names them.
-_NOT_READ_BY_CODE = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.gguf', '.md', 'config.json', '.index.json')
-#: Files that show that a folder holds a model.
-_CONFIGS = ('config.json', 'adapter_config.json')
+_NOT_READ_BY_CODE = (*WEIGHT_SUFFIXES, '.md', CONFIG)
 
 
 @dataclass(eq=False)
@@ -88,7 +71,7 @@ class LocatedBase:
         folder = find_base_folder(name)
         is_path = bool(name) and (folder is None or Path(name).is_dir())
         if folder is None and is_path:
-            elsewhere = (one for one in _elsewhere(name) if any((one / config).is_file() for config in _CONFIGS))
+            elsewhere = (one for one in _elsewhere(name) if any((one / config).is_file() for config in CONFIGS))
             folder = next(elsewhere, None)
         return cls(name, None if folder is None else folder.absolute(), is_path)
 
@@ -255,8 +238,8 @@ def _snapshots(name: str) -> dict[str, Path]:
 
 def _differ(folders: Iterable[Path]) -> bool:
     """Whether a small file is in several of the folders with another content."""
-    of_model = ('config.json', 'generation_config.json', *PROCESSOR_FILES, PROCESSOR_TEMPLATE)
-    for name in (*of_model, *TOKENIZER_FILES, *MORE_TOKENIZER_FILES):
+    folders = [*folders]
+    for name in {path.name for folder in folders for path in folder.iterdir() if is_loaded_text(path.name)}:
         contents = {path.read_bytes() for folder in folders if (path := folder / name).is_file()}
         if len(contents) > 1:
             return True
@@ -292,7 +275,7 @@ def find_base_folder(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
 
-    for file in ('config.json', 'adapter_config.json', *TOKENIZER_FILES, *PROCESSOR_FILES):
+    for file in (*CONFIGS, *TOKENIZER_FILES, *PROCESSOR_FILES):
         try:
             cached = try_to_load_from_cache(name, file)
         except HFValidationError:  # not a valid hub name

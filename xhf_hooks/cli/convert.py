@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     exists = not args.overwrite and _exists(args.out)
     if exists and not args.dry_run:
         raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
-    from xhf_hooks.convert import Conversion, ConvertOptions, describe_checkpoint  # imports torch and transformers
+    from xhf_hooks.convert import ConvertOptions, describe_checkpoint, plan_conversion  # imports torch and transformers
     from xhf_hooks.sources.checkpoint import CheckpointSource
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint = CheckpointSource(args.checkpoint, ema=args.ema)
     for line in describe_checkpoint(checkpoint):
         say(line)
-    conversion = Conversion(checkpoint, options)
+    conversion = plan_conversion(checkpoint, options)
     for line in conversion.description():
         say(line)
     _warn(conversion.warnings)

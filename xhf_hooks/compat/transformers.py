@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Result = TypeVar('Result')
+#: The end of the name of a buffer of GPT-2, GPT-J and GPT-Neo that transformers saved before 4.31. transformers 5 does
+#: not ignore it, as it does other old buffers. It goes when checkpoints of 4.30 are not converted any more.
+BUFFER_OF_OLD = '.masked_bias'
 
 
 def converts_weights() -> bool:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from xhf_hooks.convert.conversion import Conversion, ConvertOptions, describe_checkpoint
+from xhf_hooks.convert.plan_conversion import plan_conversion
 
-__all__ = ['Conversion', 'ConvertOptions', 'describe_checkpoint']
+__all__ = ['Conversion', 'ConvertOptions', 'describe_checkpoint', 'plan_conversion']

@@ -29,6 +29,7 @@ from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.on_meta import copy_modules, preserved_random_state, without_zero_init
 from xhf_hooks.exporters.traced import TracedTensor, ValueStandIn, traced
 from xhf_hooks.format.index import INDEX_SUFFIX, SHARD_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.loaded_files import WEIGHT_SUFFIXES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.model import model_class
 from xhf_hooks.system.library_settings import as_the_only_process, quiet, replaced_in_this_thread
@@ -36,9 +37,6 @@ from xhf_hooks.system.library_settings import as_the_only_process, quiet, replac
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-#: How the names of files with weights end.
-WEIGHTS = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.index.json')
-GENERATION_CONFIG = 'generation_config.json'
 #: Attributes of a model and a config that was loaded onto several devices, or split over ranks; the copy is whole.
 _DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh', 'distributed_config')
 
@@ -189,7 +187,7 @@ def _ask_once(save: Callable[..., object], model_copy: Any, options: Mapping[str
         paths = sorted(path for path in folder.rglob('*') if path.is_file())
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     weights = {name: given for name, given in noted.items() if name.endswith(WEIGHTS_SUFFIX) and _is_traced(given)}
-    written = {name: data for name, data in files.items() if not name.endswith(WEIGHTS)}
+    written = {name: data for name, data in files.items() if not name.endswith(WEIGHT_SUFFIXES)}
     lost = [name for name in (*noted, *files) if name not in weights and name not in written]
     return SaveAnswer(
         _merge_shards(weights),

@@ -20,11 +20,12 @@ from xhf_hooks.compat.transformers import (
     text_config,
 )
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.ask_save import GENERATION_CONFIG, ModelTensor, SaveAnswer, ask_save, has_own_save
+from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, ask_save, has_own_save
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.surroundings import warn_of_not_saved
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.loaded_files import CONFIG, GENERATION_CONFIG
 from xhf_hooks.format.text import error_text
 from xhf_hooks.model import model_class
 from xhf_hooks.system.files import write_missing
@@ -58,7 +59,7 @@ def exported_config(
     for part in vars(config).values() if dtype is not None else ():
         if hasattr(part, 'model_type') and getattr(part, dtype_option, None) is not None:  # the config of a submodel
             setattr(part, dtype_option, getattr(config, dtype_option))
-    base = base_model.read_json('config.json')
+    base = base_model.read_json(CONFIG)
     text = text_config(config)
     _restore_use_cache(config, base)
     if text is not config:
@@ -73,7 +74,7 @@ def forget_use_cache(config: PretrainedConfig, base_model: LocatedBase) -> None:
 
     Trainer's own folder says nothing of the base; then it is the class's default.
     """
-    of_base = {} if base_model.has_file('trainer_state.json') else base_model.read_json('config.json')
+    of_base = {} if base_model.has_file('trainer_state.json') else base_model.read_json(CONFIG)
     _restore_use_cache(config, of_base)
 
 
@@ -175,7 +176,7 @@ def write(
     if tokenizer is not None:
         warnings += write_tokenizer(folder, tokenizer, base_model)
     copy_processor(folder, tokenizer, base_model)
-    if model_class(model).__name__ in (base_model.read_json('config.json').get('architectures') or ()):
+    if model_class(model).__name__ in (base_model.read_json(CONFIG).get('architectures') or ()):
         _copy_companions(folder, base_model)
     return warnings + _write_named_code(folder, base_model)
 
@@ -249,7 +250,7 @@ def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> No
     Axolotl switches sampling on in every model (``loaders/model.py``); where other settings of generation differ from
     the base's, somebody has chosen them.
     """
-    base = base_model.read_json('generation_config.json') or base_model.read_json('config.json')
+    base = base_model.read_json(GENERATION_CONFIG) or base_model.read_json(CONFIG)
     if not base:
         return
     default = type(generation)()
@@ -289,7 +290,7 @@ def warn_of_lost_rows(embedding_rows: int | None, head_rows: int | None, base_mo
 
 def _base_rows(base_model: LocatedBase) -> int | None:
     """Rows of the base's embeddings, as its config.json says."""
-    base = base_model.read_json('config.json')
+    base = base_model.read_json(CONFIG)
     of_text = base.get('text_config', base.get('llm_config', {}))  # the latter of InternVL's code
     return base.get('vocab_size', of_text.get('vocab_size'))
 

@@ -15,6 +15,8 @@ INDEX_SUFFIX = f'{WEIGHTS_SUFFIX}.index.json'
 #: All weights of a model, and of an adapter, in one file.
 WEIGHTS_NAME = f'model{WEIGHTS_SUFFIX}'
 ADAPTER_WEIGHTS_NAME = f'adapter_model{WEIGHTS_SUFFIX}'
+#: Weights of a model or an adapter, as transformers and peft name them, in a file or in parts.
+HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
 #: One of several files, as ``save_pretrained`` names them.
 SHARD_NAME = re.compile(rf'.+-\d{{5}}-of-\d{{5}}{re.escape(WEIGHTS_SUFFIX)}', re.ASCII)
 

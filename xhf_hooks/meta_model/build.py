@@ -21,6 +21,7 @@ from xhf_hooks.base_model.files import LocatedBase, find_base_file
 from xhf_hooks.compat.transformers import text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, OptionError
 from xhf_hooks.exporters.hf_assets import forget_use_cache
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, GENERATION_CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model import transformers_model
 from xhf_hooks.meta_model.meta_model import MetaModel
@@ -30,7 +31,6 @@ from xhf_hooks.meta_model.run_config import RunConfig
 from xhf_hooks.meta_model.starting_weights import StartingWeights, base_named_by, checkpoints_loaded_over
 from xhf_hooks.meta_model.stored_names import without_adapters
 from xhf_hooks.meta_model.trainer_files import (
-    ADAPTER_CONFIG,
     adapter_folder,
     config_folder,
     folder_of_trainer_files,
@@ -235,7 +235,7 @@ def _differing(config: Any, of_base: Any) -> list[str]:
 
 def _take_generation_config(meta_model: MetaModel, model: nn.Module, found: FoundCheckpoint, given: str | None) -> None:
     """Give the model the generation config beside the checkpoint, if there is one."""
-    folder = folder_of_trainer_files(found, 'generation_config.json')
+    folder = folder_of_trainer_files(found, GENERATION_CONFIG)
     if folder is None or not model.can_generate():
         return
     of_base, model.generation_config = model.generation_config, transformers_model.generation_config_in(str(folder))

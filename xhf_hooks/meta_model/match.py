@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from xhf_hooks.compat.transformers import BUFFER_OF_OLD
 from xhf_hooks.errors import BaseModelError
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, is_float
@@ -24,8 +25,6 @@ from xhf_hooks.sources.stored_tensors import StoredTensor, is_same_value
 #: Worded to fit with and without a given --base.
 _REMEDY = '--base has to name the model that training started from'
 
-#: Ends of the names of buffers that transformers before 4.31 saved, and that no newer class has or lists as ignored.
-_BUFFERS_OF_OLD = ('rotary_emb.inv_freq', '.masked_bias', '.position_ids')
 #: Ends of the names of tensors that AWQ and GPTQ make of weights.
 _OF_QUANTIZED = ('.qweight', '.qzeros', '.scales', '.g_idx')
 
@@ -89,7 +88,7 @@ def match_checkpoint(
         stored |= renamed.tensors
         for name in renamed.used:
             del unexpected[name]
-    unexpected = {name: None for name in unexpected if not name.endswith(_BUFFERS_OF_OLD)}
+    unexpected = {name: None for name in unexpected if not name.endswith(BUFFER_OF_OLD)}
     for one in meta_model.bases:
         prefix, part = place_of(one.model, meta_model.module)
         # Names below those that peft gives are the run's; others may show that the base is another model

@@ -14,6 +14,7 @@ from torch import nn
 from xhf_hooks.base_model.files import find_base_folder
 from xhf_hooks.compat.transformers import (
     conversions_of_text_model,
+    dtype_field,
     ignored_keys,
     record_conversions,
     recorded_conversions,
@@ -117,6 +118,11 @@ class MetaModel:
         """Of the checkpoint's tensors, by each of their names."""
         return {name: tensor.shape for name, tensor in self.stored.items()}
 
+    @property
+    def base_folders(self) -> str:
+        """The folders of the bases, for messages."""
+        return ' and '.join(base.folder for base in self.bases)
+
     def base_of(self, tensor: torch.Tensor) -> Base | None:
         """The base that has a tensor of the meta model; None if training made it."""
         return next((base for base in self.bases if id(tensor) in base.names), None)
@@ -179,7 +185,7 @@ class MetaModel:
         names, where = {id(tensor): names for tensor, names in names_by_identity(model)}, find_base_folder(folder)
         found = BaseWeights() if where is None else weights_of_base(type(model), of_base, where)
         if found.loaded is not None:
-            transformers_model.take_dtypes_of_parts(model.config, found.loaded.config)
+            _take_dtypes_of_parts(model.config, found.loaded.config)
         conversions = recorded_conversions(found.loaded)
         if conversions is None and all(found.tensors.keys() & set(each) for each in names.values()):
             conversions = []  # it could not be loaded, but has the same names: from_pretrained would convert nothing
@@ -204,3 +210,11 @@ class MetaModel:
             notes: Those that hold for the next one.
         """
         self.bases, self.notes = [], [*notes]
+
+
+def _take_dtypes_of_parts(config: PretrainedConfig, loaded: PretrainedConfig) -> None:
+    """Give parts of a composite config without a dtype the one that ``from_pretrained`` gives them."""
+    option = dtype_field(config)
+    for name, part in vars(config).items():
+        if hasattr(part, 'model_type') and getattr(part, option, None) is None:
+            setattr(part, option, getattr(vars(loaded).get(name), option, None))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import ConfigError
+from xhf_hooks.format.loaded_files import CONFIGS
 from xhf_hooks.format.text import error_text
 
 #: Functions that change none of their arguments, besides ``dict``.
@@ -162,7 +163,7 @@ def _configs_beside(checkpoint: Path, notes: list[str]) -> tuple[list[RunConfig]
     files = [*work_dir.glob('*.py'), *work_dir.glob('*/vis_data/config.py')]
     files = [file for file in files if file.name != 'zero_to_fp32.py']
     # Trainer puts custom code of the model beside its config.json
-    has_code = any((work_dir / name).is_file() for name in ('config.json', 'adapter_config.json'))
+    has_code = any((work_dir / name).is_file() for name in CONFIGS)
     found, notes = [], [*notes]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:

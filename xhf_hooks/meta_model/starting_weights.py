@@ -14,6 +14,7 @@ from xhf_hooks.errors import BaseModelError, XhfError
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import is_float
+from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.meta_model.base_weights import LastMade, MadeTensor
 from xhf_hooks.meta_model.run_config import RunConfig, Unread, parse_config
@@ -45,10 +46,10 @@ def base_named_by(config: RunConfig | None, stored: Collection[str], save_of_run
         part = '.'.join([*path.split('.')[1:-1], ''])
         if isinstance(value, str) and any(name.startswith(part) for name in stored):
             named.append(value)
-    kind = None if save_of_run is None else _kind(save_of_run / 'config.json')
+    kind = None if save_of_run is None else _kind(save_of_run / CONFIG)
     found: dict[Path, str] = {}  # by folder, since several parts may name it
     for name in named:
-        file = find_base_file(name, 'config.json')
+        file = find_base_file(name, CONFIG)
         if file is not None and kind in (None, _kind(file)):
             found.setdefault(file.parent.resolve(), name)
     if len(found) > 1 and config is not None:

@@ -9,11 +9,10 @@ from torch import nn
 
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
 from xhf_hooks.meta_model.frozen import frozen_in
 from xhf_hooks.sources.checkpoint.find import FoundCheckpoint
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
-
-ADAPTER_CONFIG = 'adapter_config.json'
 
 
 def folder_of_trainer_files(found: FoundCheckpoint, *names: str) -> Path | None:
@@ -30,7 +29,7 @@ def adapter_folder(found: FoundCheckpoint) -> Path | None:
 
 def config_folder(found: FoundCheckpoint) -> Path | None:
     """The folder with the whole model's config.json: beside the checkpoint, or the newest save of the hook."""
-    return _first_with(['config.json'], [*found.run_folders, *_saves_of_hook(found)])
+    return _first_with([CONFIG], [*found.run_folders, *_saves_of_hook(found)])
 
 
 def is_save_of_hook(folder: Path) -> bool:

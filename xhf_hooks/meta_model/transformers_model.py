@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from xhf_hooks.base_model.files import find_base_file, find_base_folder
-from xhf_hooks.compat.transformers import ROPE_OPTIONS, dtype_field, set_rope_option, text_config
+from xhf_hooks.compat.transformers import ROPE_OPTIONS, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError
 from xhf_hooks.exporters.built_with import find_arguments
 from xhf_hooks.exporters.loading_check import Problems, differences
 from xhf_hooks.exporters.on_meta import call_on_meta
+from xhf_hooks.format.loaded_files import CONFIG, GENERATION_CONFIG
 from xhf_hooks.format.text import refused_as
 from xhf_hooks.meta_model.stored_names import name_in_base
 from xhf_hooks.model import input_embedding, module_tensors, names_by_identity, output_embedding, token_embeddings
@@ -66,7 +67,7 @@ def load_config(base: str, *, trust_remote_code: bool, why: str, remedy: str = N
             f'that has it; {remedy}'
         )
     with refused_as(BaseModelError, f'{base} ({why}): no usable config.json', remedy):
-        if find_base_file(base, 'config.json') is None:  # transformers < 5 guesses the model from the folder's name
+        if find_base_file(base, CONFIG) is None:  # transformers < 5 guesses the model from the folder's name
             raise FileNotFoundError('there is no such file')
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
 
@@ -128,7 +129,7 @@ def build(
         model = call_on_meta(lambda: make(copy.deepcopy(config)))
         model.tie_weights()  # transformers 5.0 leaves that to from_pretrained
         config.to_json_string()  # as is done when the weights are written
-        if model.can_generate() and find_base_file(base, 'generation_config.json') is not None:
+        if model.can_generate() and find_base_file(base, GENERATION_CONFIG) is not None:
             model.generation_config = generation_config_in(base)
     if (folder := find_base_folder(base)) is not None and not Path(base).is_dir():
         model.config._commit_hash = folder.name  # a hub name without a revision means the main one
@@ -182,14 +183,6 @@ def generation_config_in(folder: str) -> GenerationConfig:
 
     with refused_as(BaseModelError, f'{folder}: its generation_config.json cannot be loaded'):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-
-
-def take_dtypes_of_parts(config: PretrainedConfig, loaded: PretrainedConfig) -> None:
-    """Give parts of a composite config without a dtype the one that ``from_pretrained`` gives them."""
-    option = dtype_field(config)
-    for name, part in vars(config).items():
-        if hasattr(part, 'model_type') and getattr(part, option, None) is None:
-            setattr(part, option, getattr(vars(loaded).get(name), option, None))
 
 
 def first_architecture(architectures: Any) -> str | None:

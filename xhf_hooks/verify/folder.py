@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,19 +9,17 @@ from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
-from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, HF_WEIGHTS, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
 from xhf_hooks.format.text import counted, engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
-from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
+from xhf_hooks.verify.layout import model_files
 
-#: Of the names of files that loaders read as one JSON object.
-_CONFIG_SUFFIX = 'config.json'
 #: Of OpenSSF model signing.
 SIGNATURE_NAME = 'model.sig'
 #: The remedy where a checkpoint is given.
 _TO_COMPARE = 'to compare a checkpoint with a folder, use xhf-verify --compare'
-_BIN_WEIGHTS = re.compile(r'(pytorch_model|adapter_model)(-\d+-of-\d+)?\.bin')
 
 
 def verify_folder(
@@ -75,9 +72,9 @@ def verify_folder(
 
 def _describe(check: FolderCheck) -> str:
     """The content of the folder, in a line."""
-    name = 'an adapter' if 'adapter_config.json' in check.files else 'a model'
+    name = 'an adapter' if ADAPTER_CONFIG in check.files else 'a model'
     with suppress(DamagedError):
-        architectures = strict_json.read(check.path / 'config.json').get('architectures')
+        architectures = strict_json.read(check.path / CONFIG).get('architectures')
         if isinstance(architectures, list) and architectures:
             name = str(architectures[0])
     dtypes = Counter(entry.dtype for header in check.headers.values() for entry in header.entries)
@@ -100,7 +97,7 @@ def _require_model(path: Path, files: list[str]) -> None:
         raise CheckpointError(f'{path}: holds {len(inner)} model folders; give one of them: {shown}')
     if MANIFEST_NAME in files or any(name.endswith((WEIGHTS_SUFFIX, INDEX_SUFFIX)) for name in files):
         return
-    if old := [name for name in files if _BIN_WEIGHTS.fullmatch(name)]:
+    if old := [name for name in files if HF_WEIGHTS.fullmatch(name)]:
         raise CheckpointError(
             f'{path}: holds {some(old)}, and only *.safetensors files can be checked; load the model with '
             f'from_pretrained of its class, and save it with save_pretrained, which writes them'
@@ -127,7 +124,7 @@ def _check_texts(check: FolderCheck) -> None:
             try:
                 strict_json.read(check.path / name)
             except DamagedError as error:
-                is_config = name.rpartition('/')[2].endswith(_CONFIG_SUFFIX)
+                is_config = name.rpartition('/')[2].endswith(CONFIG)  # one JSON object
                 # Some tokenizers have lists in their vocabulary files
                 if is_config or 'expected a JSON object' not in str(error):
                     check.add(PROBLEM, 'texts', str(error))
@@ -143,7 +140,7 @@ def _check_configs(check: FolderCheck) -> None:
         return
     for part, files in found.items():
         place = f'{part}/' if part else ''
-        for config, weights in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS_NAME), ('config.json', '')):
+        for config, weights in ((ADAPTER_CONFIG, ADAPTER_WEIGHTS_NAME), (CONFIG, '')):
             needing = [file for file in files if file.endswith(ADAPTER_WEIGHTS_NAME) == bool(weights)]
             if needing and f'{place}{config}' not in check.files:
                 check.add(PROBLEM, 'texts', f'{place}{config} is missing, without which {needing[0]} cannot be loaded')

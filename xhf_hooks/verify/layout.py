@@ -7,16 +7,13 @@ from pathlib import Path
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER
 from xhf_hooks.exporters.other_modules import OTHER_MODULES
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME, WEIGHTS_SUFFIX, weight_files
-from xhf_hooks.format.loaded_files import is_read_by_loaders
+from xhf_hooks.format.loaded_files import is_loaded_text
 from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 
-ADAPTER_CONFIG = 'adapter_config.json'
 #: Folders of a model's parts, as XTuner and the exporters of this package name them (exporters/xtuner/llava.py).
 _WHOLE_PARTS = ('llm', 'visual_encoder', 'projector')
 _ADAPTERS = ('llm_adapter', 'visual_encoder_adapter')
 _PARTS = (*_WHOLE_PARTS, *_ADAPTERS, OTHER_MODULES, ADAPTER_FOLDER, *(f'{ADAPTER_FOLDER}/{name}' for name in _ADAPTERS))
-#: Endings of what loaders read and that is no text of a model: weights, indexes, and the manifest.
-_NOT_TEXT = (WEIGHTS_SUFFIX, '.index.json', MANIFEST_NAME, '.bin', '.pt', '.pth', '.h5', '.msgpack', '.gguf')
 
 
 def parts_of(folder: Path, manifest: Manifest | None) -> list[str]:
@@ -55,7 +52,7 @@ def loaded_texts(folder: Path) -> dict[str, Path]:
     found = {}
     for part in parts_of(folder, read_undamaged_manifest(folder)):
         for file in sorted((folder / part).iterdir()):
-            if is_read_by_loaders(file.name) and not file.name.endswith(_NOT_TEXT) and file.is_file():
+            if is_loaded_text(file.name) and file.name != MANIFEST_NAME and file.is_file():
                 found[f'{part}/{file.name}' if part else file.name] = file
     return found
 

@@ -12,6 +12,7 @@ from xhf_hooks.exporters.loading_check import Problems, load_empty_adapter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.integrity.check import OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.meta_model.transformers_model import (
@@ -26,7 +27,7 @@ from xhf_hooks.meta_model.transformers_model import (
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.types import ExportEntry
 from xhf_hooks.system.library_settings import quiet
-from xhf_hooks.verify.layout import ADAPTER_CONFIG, model_files
+from xhf_hooks.verify.layout import model_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -126,7 +127,7 @@ def _config_and_class(folder: Path, trust_remote_code: bool) -> tuple[Pretrained
     """The config of a model, and the class that it names."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    content = strict_json.read(folder / 'config.json')
+    content = strict_json.read(folder / CONFIG)
     name = first_architecture(content.get('architectures'))
     if content.get('quantization_config'):
         raise _CannotTry(

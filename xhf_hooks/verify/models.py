@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from xhf_hooks.convert import Conversion, ConvertOptions
+from xhf_hooks.convert import ConvertOptions, plan_conversion
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.index import WEIGHTS_SUFFIX, weight_files
+from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.integrity.manifest import read_undamaged_manifest
@@ -128,10 +129,10 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     checkpoint = CheckpointSource(path, ema=ema)
     carry_base = 'all' if _has_copies_of_base(folder) else None
     options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None, carry_base=carry_base)
-    conversion = Conversion(checkpoint, options)
+    conversion = plan_conversion(checkpoint, options)
     if shown := conversion.options_shown_by(_shown_options(folder)):
         lora, layout = shown.get('lora', options.lora), shown.get('llava_format', options.llava_format)
-        conversion = Conversion(checkpoint, replace(options, lora=lora, llava_format=layout))
+        conversion = plan_conversion(checkpoint, replace(options, lora=lora, llava_format=layout))
     notes = [*conversion.warnings]
     if checkpoint.averages:
         notes.append(f'{path} holds averaged and live weights; the {"averaged" if ema else "live"} ones are compared')
@@ -191,7 +192,7 @@ def _shown_options(folder: Path) -> dict[str, str]:
         return {}
     shown = {'lora': shown_lora(model_files(folder, read_undamaged_manifest(folder)))}
     with suppress(DamagedError):  # no config.json
-        architecture = first_architecture(strict_json.read(folder / 'config.json').get('architectures'))
+        architecture = first_architecture(strict_json.read(folder / CONFIG).get('architectures'))
         if architecture == 'LlavaForConditionalGeneration':
             shown['llava_format'] = 'huggingface'
             del shown['lora']  # adapters are always merged in it

@@ -8,8 +8,8 @@ from typing import Any
 
 from xhf_hooks.errors import DamagedError
 from xhf_hooks.format import strict_json
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG, CONFIGS
 from xhf_hooks.system.library_settings import quiet
-from xhf_hooks.verify.layout import ADAPTER_CONFIG
 
 #: Fields that say where a model comes from, or which version wrote it; they change nothing that is loaded.
 _OF_ORIGIN = {'_name_or_path', 'name_or_path', '_commit_hash', 'transformers_version', 'peft_version'}
@@ -45,7 +45,7 @@ def differing_texts(
     notes: list[str] = []
     for name in sorted(a.keys() | b.keys()):
         last = name.rpartition('/')[2]
-        makes_model = last in ('config.json', ADAPTER_CONFIG) or last.endswith('.py')
+        makes_model = last in CONFIGS or last.endswith('.py')
         if name not in b or name not in a:
             (of_model if makes_model else notes).append(f'{name} is only in {"B" if name in b else "A"}')
         elif a[name].read_bytes() != b[name].read_bytes():
@@ -53,7 +53,7 @@ def differing_texts(
             if fields is None:
                 (of_model if makes_model else notes).append(f'{name} differs')
             elif makes_model:
-                where = '' if name == 'config.json' else f'{name}: '
+                where = '' if name == CONFIG else f'{name}: '
                 of_model += [f'{where}{text}' for field, text in fields.items() if field != _PLACE]
                 notes += [f'{name} differs: {text}' for field, text in fields.items() if field == _PLACE]
             elif fields:
@@ -90,7 +90,7 @@ def _as_read(path: Path) -> dict[str, Any] | None:
     read: Any
     try:
         with quiet():
-            if path.name == 'config.json':
+            if path.name == CONFIG:
                 from transformers import AutoConfig
 
                 read = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)

@@ -159,7 +159,7 @@ def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_pa
 
 
 BY_NAME = 'could not verify which rank wrote which file: only the file names say so'
-WIDENED = 'have no fp32 master weights in this checkpoint; their 16-bit weights are widened'
+NO_MASTERS = 'float32: this checkpoint has no fp32 master weights'
 
 
 @pytest.fixture(scope='module')
@@ -205,7 +205,7 @@ def one_file(folder: Path) -> Path:
 def test_no_masters_are_there(base, tmp_path, capsys, make):
     checkpoint = make(tmp_path)
     n_tensors = len(weights())
-    line = f'float32: {n_tensors} of {n_tensors} tensors {WIDENED}'
+    line = f'{NO_MASTERS} for {n_tensors} of {n_tensors} tensors: their 16-bit weights are widened'
     options = ['--base', str(base), '--dtype', 'float32']
     assert main([str(checkpoint), str(tmp_path / 'dry'), *options, '--dry-run']) == DONE
     assert line in capsys.readouterr().out.splitlines()
@@ -229,3 +229,10 @@ def test_files_that_tell_nothing_of_themselves(base, tmp_path, capsys):
             state = torch.load(file, weights_only=False)
             with file.open('wb') as stream:  # then the file does not name itself
                 torch.save(state, stream)
+
+
+def test_one_tensor_is_not_tensors(base, tmp_path, capsys):
+    state = {**{f'net.{name}': tensor for name, tensor in weights().items()}, 'loss.steps': torch.zeros(1).long()}
+    torch.save(state, tmp_path / 'x.pth')
+    assert main([str(tmp_path / 'x.pth'), str(tmp_path / 'out'), '--base', str(base)]) == DONE
+    assert 'not exported: 1 tensor (loss.steps)' in capsys.readouterr().err

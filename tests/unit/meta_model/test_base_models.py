@@ -25,9 +25,9 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import ODD_ENCODER, available, has_class_for, small_config
 from xhf_hooks import save_hf
-from xhf_hooks.base_model.files import PROCESSOR_FILES
 from xhf_hooks.cli.convert import main
 from xhf_hooks.compat.transformers import text_config
+from xhf_hooks.format.loaded_files import PROCESSOR_FILES
 
 WEIGHTS = 'model.safetensors'
 

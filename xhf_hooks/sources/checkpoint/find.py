@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, XhfError
-from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, WEIGHTS_SUFFIX, weight_files
+from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, HF_WEIGHTS, WEIGHTS_SUFFIX, weight_files
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.system.files import absolute
 
@@ -38,8 +39,6 @@ _UNSUPPORTED = re.compile(
 )
 #: One rank's part of a model, of torch's HuggingFaceStorageWriter with ``save_distributed`` (``_hf_utils.py``).
 _UNCONSOLIDATED = re.compile(r'shard-\d+-model-\d+-of-\d+\.safetensors', re.ASCII)
-#: Of transformers and peft, whole or in parts.
-_HF_WEIGHTS = re.compile(r'(adapter_model|model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)')
 #: One of several files with the weights of a model, as ``save_pretrained`` and ``zero_to_fp32`` write them.
 _SHARD = re.compile(r'(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})(?P<suffix>\.bin|\.safetensors)', re.ASCII)
 _WEIGHT_SUFFIXES = ('.pth', '.pt', '.bin', '.ckpt', WEIGHTS_SUFFIX)
@@ -118,7 +117,7 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     _refuse_unsupported(target)
     if _LIKE_PARTS.fullmatch(target.name) or _is_of_dcp(target.name):
         raise CheckpointError(f'{target}: one part of a checkpoint; give its folder {target.parent}')
-    if _HF_WEIGHTS.fullmatch(target.name) and target.suffix == WEIGHTS_SUFFIX and _is_ready(target.parent):
+    if HF_WEIGHTS.fullmatch(target.name) and target.suffix == WEIGHTS_SUFFIX and _is_ready(target.parent):
         raise CheckpointError(f'{target.parent}: {_READY}')
     if target.name == 'adapter_model.bin':
         raise CheckpointError(f'{target.parent}: {_ADAPTER}')
@@ -183,7 +182,7 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
     Raises:
         CheckpointError: There is none, or there are several.
     """
-    hf_weights = [name for name in names if _HF_WEIGHTS.fullmatch(name)]
+    hf_weights = [name for name in names if HF_WEIGHTS.fullmatch(name)]
     candidates = models or [name for name in names if name not in hf_weights and _is_candidate(folder / name)]
     is_run = any(_NUMBERED.fullmatch(name) or (folder / name).is_dir() for name in candidates)
     if not is_run and _is_ready(folder):
@@ -213,11 +212,11 @@ def _only_checkpoint(folder: Path, names: Sequence[str], models: Sequence[str]) 
 
 def _is_ready(folder: Path) -> bool:
     """Whether a folder has a config and all weights, under the names with which transformers or peft loads them."""
-    if (folder / 'adapter_config.json').is_file() and (folder / ADAPTER_WEIGHTS_NAME).is_file():
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS_NAME).is_file():
         return True
     with suppress(XhfError):
         files = weight_files(folder)
-        return (folder / 'config.json').is_file() and bool(files) and all(file.is_file() for file in files)
+        return (folder / CONFIG).is_file() and bool(files) and all(file.is_file() for file in files)
     return False
 
 
