@@ -11,7 +11,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.output import CommandParser, base_model, complain, count, explain, folder, progress, say
+from xhf_hooks.cli.output import (
+    CommandParser,
+    base_model,
+    complain,
+    count,
+    explain,
+    folder,
+    in_words_of_command,
+    progress,
+    say,
+)
 from xhf_hooks.options import LORA_MODES
 from xhf_hooks.system.versions import require_packages
 
@@ -88,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(line)
         if args.json and results:
             found = [result.as_json() for result in results]
-            print(json.dumps(found if len(args.paths) > 1 and not args.compare else found[0], indent=2))
+            several = len(args.paths) > 1 and not args.compare
+            print(in_words_of_command(json.dumps(found if several else found[0], indent=2)))
         return status
     except (Exception, KeyboardInterrupt) as error:
         explain(_PROG, error)

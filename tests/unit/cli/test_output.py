@@ -50,6 +50,11 @@ def test_one_line_that_every_terminal_can_take(capsys):
         ),
         (str(OptionError('llava_format', "'xtuner'", 'x')), "option --llava-format: expected 'xtuner', found 'x'"),
         ("llava_format='huggingface'", '--llava-format huggingface'),
+        (
+            str(OptionError('lora', "None, 'merge' or 'both' with llava_format 'huggingface'", 'adapter')),
+            "option --lora: expected nothing, 'merge' or 'both' with --llava-format huggingface, found 'adapter'",
+        ),
+        ("for LLaVA, llava_format to 'xtuner'", 'for LLaVA, --llava-format xtuner'),
         (str(OptionError('--base', 'a folder', 'x')), "option --base: expected a folder, found 'x'"),
         ("torch_dtype='auto' and vocab_size", "torch_dtype='auto' and vocab_size"),
     ],

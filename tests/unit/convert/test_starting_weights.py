@@ -1,5 +1,6 @@
 """Runs that loaded other weights over their base, trained an adapter, and whose checkpoints hold the adapter alone."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks import save_hf
+from xhf_hooks.cli import verify
 from xhf_hooks.cli.convert import main
 
 LORA = dict(r=4, lora_alpha=12, target_modules=['q_proj', 'v_proj'])
@@ -99,6 +101,19 @@ def test_the_adapter_is_merged_into_the_weights_on_which_it_was_trained(case, tm
     assert f'not in the checkpoint, read from {stage1}' in capsys.readouterr().err
     convert(run.folder / 'iter_2.pth', run.folder / 'adapter', '--lora', 'adapter')
     assert f'the adapter was trained on {run.base} with the weights of {stage1}' in capsys.readouterr().err
+
+
+def test_json_of_both_commands_names_options_as_they_take_them(tmp_path, capfd):
+    stage1 = saved(tmp_path / 'stage1', other_weights())
+    run = Run(tmp_path / 'run', other_weights(), of_model=f'pretrained_pth={str(stage1)!r}')
+    run.write_checkpoint(run.folder / 'iter_2.pth')
+    out = tmp_path / 'adapter'
+    assert main([str(run.folder / 'iter_2.pth'), str(out), '--lora', 'adapter', '--json']) == 0
+    notes = json.loads(capfd.readouterr().out)['notes']
+    assert verify.main(['--compare', str(out), str(run.folder / 'iter_2.pth'), '--json']) == 0
+    found = json.loads(capfd.readouterr().out)
+    for told in (notes, found['notes']):
+        assert 'A merged model has these weights (--lora merge, --lora merge)' in ''.join(told)
 
 
 def test_a_model_of_xtuner_that_adds_adapters_first_does_not_load_plain_names(tmp_path):
