@@ -6,8 +6,9 @@ One that is added or changed may change what is loaded.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
-from xhf_hooks.format.index import WEIGHTS_SUFFIX
+from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 
 CONFIG = 'config.json'
 ADAPTER_CONFIG = 'adapter_config.json'
@@ -42,23 +43,30 @@ WEIGHT_SUFFIXES = (WEIGHTS_SUFFIX, '.bin', '.pt', '.pth', '.h5', '.msgpack', '.g
 _TEXT = re.compile(r'.+\.(json|model|jinja|txt|bpe|tiktoken|py)')
 #: What Trainer and its examples leave, results of evaluations, files for pip.
 _NOT_READ = re.compile(r'trainer_state\.json|.*results\.json|requirements.*\.txt')
+#: A folder of which transformers reads every file (``CHAT_TEMPLATE_DIR`` in ``utils/hub.py``).
+_TEMPLATES = 'additional_chat_templates'
 
 
-def is_read_by_loaders(name: str) -> bool:
+def is_read_by_loaders(name: str, parts: Collection[str] = ()) -> bool:
     """Whether transformers, peft or a server may read the file.
 
     Args:
         name: Its path in the folder.
+        parts: The folders below that belong to the model. What is in another one, such as a checkpoint of a trainer, is
+            not read.
     """
-    return name.endswith(WEIGHT_SUFFIXES) or is_loaded_text(name)
+    place = name.rpartition('/')[0]
+    if place and place not in (*parts, _TEMPLATES):
+        return False
+    return name.endswith(WEIGHT_SUFFIXES) or is_loaded_text(name) or name == MANIFEST_NAME
 
 
 def is_loaded_text(name: str) -> bool:
     """Whether loaders may read the file, and it has no weights: a config, a tokenizer, settings of an adapter, code.
 
     Args:
-        name: As of :func:`is_read_by_loaders`.
+        name: Its path in the folder.
     """
     last = name.rpartition('/')[2]
     is_text = _TEXT.fullmatch(last) is not None and _NOT_READ.fullmatch(last) is None
-    return is_text and not name.endswith(WEIGHT_SUFFIXES)
+    return is_text and not name.endswith(WEIGHT_SUFFIXES) and name != MANIFEST_NAME

@@ -188,7 +188,7 @@ class FolderCheck:
                 self.add(PROBLEM, 'files', f'{name}: expected {record.nbytes} bytes, found {found}')
         foreign = self.files.keys() - manifest.files.keys() - {MANIFEST_NAME}
         for name in sorted(foreign):
-            if is_read_by_loaders(name):
+            if self._is_read(name):
                 self.add(PROBLEM, 'files', f'{name} was added after the save, and loaders may read it')
             else:
                 self.add(NOTE, 'files', f'{name} was added after the save')
@@ -197,7 +197,11 @@ class FolderCheck:
             self.add(OK, 'files', f'{n_files} with the sizes in {MANIFEST_NAME} ({manifest.step.label})')
 
     def _may_change(self, name: str) -> bool:
-        return not self._is_just_written and not is_read_by_loaders(name)
+        return not self._is_just_written and not self._is_read(name)
+
+    def _is_read(self, name: str) -> bool:
+        saved = () if self.manifest is None else self.manifest.files
+        return is_read_by_loaders(name, {saved_name.rpartition('/')[0] for saved_name in saved})
 
     def _read_headers(self) -> None:
         for name in self.files:

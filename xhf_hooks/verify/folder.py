@@ -10,7 +10,7 @@ from pathlib import Path
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, HF_WEIGHTS, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
-from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
+from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG, is_loaded_text
 from xhf_hooks.format.text import counted, engine_text, some
 from xhf_hooks.integrity.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck
 from xhf_hooks.integrity.manifest import read_manifest
@@ -118,9 +118,9 @@ def _check_weights(check: FolderCheck) -> None:
 
 
 def _check_texts(check: FolderCheck) -> None:
-    """Check that every JSON file parses, and that configs are objects."""
+    """Check that every JSON file that loaders read parses, and that configs are objects. Indexes are checked before."""
     for name in check.files:
-        if name.endswith('.json') and not name.endswith(INDEX_SUFFIX):
+        if name.endswith('.json') and is_loaded_text(name):
             try:
                 strict_json.read(check.path / name)
             except DamagedError as error:

@@ -52,7 +52,7 @@ def loaded_texts(folder: Path) -> dict[str, Path]:
     found = {}
     for part in parts_of(folder, read_undamaged_manifest(folder)):
         for file in sorted((folder / part).iterdir()):
-            if is_loaded_text(file.name) and file.name != MANIFEST_NAME and file.is_file():
+            if is_loaded_text(file.name) and file.is_file():
                 found[f'{part}/{file.name}' if part else file.name] = file
     return found
 

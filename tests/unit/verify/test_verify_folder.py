@@ -275,7 +275,7 @@ def test_files_that_no_loader_reads_may_be_added_and_changed(originals, tmp_path
         (folder / name).write_text('ours')
     write_manifest(folder)
     for name in ('eval_results.json', 'trainer_state.json', 'requirements.txt'):
-        (folder / name).write_text('{}')
+        (folder / name).write_text('{"loss": ')  # an evaluation that was killed
     (folder / 'README.md').write_text('by its author')
     (folder / 'LICENSE').write_text('mine')  # of the same size
     report = verify_folder(folder)
@@ -287,6 +287,23 @@ def test_files_that_no_loader_reads_may_be_added_and_changed(originals, tmp_path
     assert verify_folder(folder).is_good
     (folder / 'generation_config.json').write_text('{}')
     assert not verify_folder(folder).is_good
+
+
+def test_a_checkpoint_of_a_trainer_below_is_no_part_of_the_model(originals, tmp_path):
+    """Folders that belong to it, and the one of templates that transformers reads, are."""
+    folder = Path(shutil.copytree(originals / 'one', tmp_path / 'model'))
+    (folder / 'llm').mkdir()
+    (folder / 'llm' / 'config.json').write_text('{}')
+    write_manifest(folder)
+    shutil.copytree(originals / 'one', folder / 'checkpoint-10')
+    report = verify_folder(folder)
+    assert report.is_good, report.lines()
+    assert any('checkpoint-10/config.json was added' in finding.text for finding in report.findings)
+    for added in ('llm/generation_config.json', 'additional_chat_templates/tools.jinja'):
+        (folder / added).parent.mkdir(exist_ok=True)
+        (folder / added).write_text('{}')
+        assert_problem(verify_folder(folder), 'files', added)
+        (folder / added).unlink()
 
 
 def test_what_was_just_written_is_unchanged_whatever_reads_it(folder):
