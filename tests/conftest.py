@@ -75,8 +75,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Of what ``-m`` and ``-k`` choose, leave out what is for another stack, or needs what this machine lacks.
 
-    All of tests/stress is in the second tier, since it takes long.
+    All of tests/stress is in the second tier, since it takes long. A plain ``pytest``, which is given no path, is the
+    quick tier, and runs nothing of the second.
     """
+    is_quick = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     for item in items:
         if item.path.is_relative_to(TESTS / 'stress'):
             item.add_marker(pytest.mark.needs())
@@ -87,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker('xtuner_only') and not find_spec('xtuner'):
             continue
         needs = [what for marker in item.iter_markers('needs') for what in marker.args]
+        if is_quick and item.get_closest_marker('needs'):
+            continue
         lacking = [what for what in needs if not _has(what)]
         config.stash[LEFT_OUT].update(lacking)
         if not lacking:

@@ -77,8 +77,11 @@ test_xtuner() {
     test_with ".venv-$1" xtuner --complete -m 'not modern_only' "${XTUNERS[@]}" "${left_out[@]}"
 }
 
-# Families that transformers 4.52 to 4.57 save under other names than they have in memory.
+# Families that transformers 4.52 to 4.57 save under other names than they have in memory. Makes the overlays first, with
+# which the row after this one reads, too.
 test_transformers4() {
+    make_overlay transformers-4.48.0 .venv
+    make_overlay transformers-4.57.6 .venv
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
     test_with .venv transformers4 tests/unit/exporters/test_{families,golden}.py tests/distributed/test_zoo.py
 }
@@ -94,6 +97,11 @@ measure_coverage() {
     python -m coverage report
 }
 
+# list_files_that_need FOLDER...: modules below tests/FOLDER with tests of the second tier.
+list_files_that_need() {
+    grep -rlE 'mark\.needs\(|split_tiers\(' "${@/#/tests/}" --include='test_*.py' --exclude-dir=xtuner_stack
+}
+
 # run NAME COMMAND...: a run whose output goes to a log.
 run() {
     (set -e; "${@:2}") >"$logs/$1.log" 2>&1
@@ -103,23 +111,23 @@ run() {
 
 first_tier() {
     (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit) &
-    run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/distributed/test_[a-c]*.py &
-    show ranks test_with .venv ranks -m 'not needs' tests/distributed/test_[!a-c]*.py
+    run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/distributed/test_[ab]*.py &
+    show ranks test_with .venv ranks -m 'not needs' tests/distributed/test_[!ab]*.py
 }
 
 second_tier() {
     # For DeepSpeed's NVMe operator, and file systems to mount
     need_debian_packages libaio-dev xfsprogs btrfs-progs iproute2
     make_env .venv modern test stores docs
-    # tests/e2e/test_older_readers.py reads with both
-    make_overlay transformers-4.48.0 .venv
-    make_overlay transformers-4.57.6 .venv
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
-    (run xtuner test_xtuner xtuner-0.1; run docs build_docs) &
-    local files
-    mapfile -t files < <(grep -rl 'mark\.needs(' tests/{unit,e2e,distributed} --include='test_*.py' --exclude-dir=xtuner_stack)
-    (run needs test_with .venv needs --complete -m needs "${files[@]}"; run transformers4 test_transformers4) &
+    (
+        run xtuner test_xtuner xtuner-0.1
+        run docs build_docs
+        run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
+    ) &
+    # In this order, so that the operators are compiled when tests/distributed loads them
+    (run transformers4 test_transformers4; run needs test_with .venv needs --complete -m needs $(list_files_that_need e2e distributed)) &
     show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py
     wait "$compiling"
 }
@@ -143,7 +151,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit e2e xtuner needs transformers4 docs; do
+    for name in lint unit e2e xtuner docs sweeps transformers4 needs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"

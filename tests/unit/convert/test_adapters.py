@@ -20,6 +20,7 @@ from tests.helpers.models.installed_peft import INITS, saves_resized_embeddings
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
+from tests.helpers.tiers import split_tiers
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.meta_model.frozen import dtype_of_frozen
@@ -42,7 +43,7 @@ def adapted_of(base: Path, family: str, *, n_rows: int = 0, dtype: Any = None, *
     return adapt(model, **lora)
 
 
-@pytest.mark.parametrize('kind', [*filter(is_known_to_peft, KINDS), *FAMILIES])
+@pytest.mark.parametrize('kind', split_tiers([*filter(is_known_to_peft, KINDS), *FAMILIES], 3))
 def test_every_kind_of_adapter(kind, tmp_path):
     family, lora = KINDS.get(kind, (kind, {}))
     live = adapted_of(tmp_path / 'base', family, **lora)

@@ -16,6 +16,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tens
 from tests.helpers.checks.converted import convert
 from tests.helpers.models.zoo import ODD, ODD_ENCODER, small_config
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
+from tests.helpers.tiers import split_tiers
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 
@@ -42,9 +43,11 @@ _HEADS = (
 )
 
 
-def heads() -> list[tuple[str, str]]:
+def heads() -> list[Any]:
+    """Base and trained class; of four in a row, the first tier converts one."""
     names = [(base, f'{base.removesuffix("Model")}For{head}') for base in BACKBONES for head in _HEADS]
-    return [(base, name) for base, name in [*names, ('T5Model', 'T5EncoderModel')] if hasattr(transformers, name)]
+    found = [pair for pair in [*names, ('T5Model', 'T5EncoderModel')] if hasattr(transformers, pair[1])]
+    return split_tiers(found, 4)
 
 
 @pytest.fixture

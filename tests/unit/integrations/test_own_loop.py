@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +16,7 @@ import torch
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.zoo.llamas import llama, odd_llama
-from tests.helpers.ranks.launch import HANG_SECS
+from tests.helpers.ranks.launch import HANG_SECS, REPO_ROOT, run_program
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
@@ -177,8 +175,11 @@ exec(sys.argv[3])
 """
     ends = ['', 'raise KeyboardInterrupt', 'sys.exit(3)', 'import os, signal; os.kill(os.getpid(), signal.SIGTERM)']
     for step, end in enumerate(ends, start=1):
-        arguments: list[Any] = [tmp_path / 'hf_model', step, end]
-        subprocess.run([sys.executable, '-c', code, *map(str, arguments)], check=False, cwd=Path(__file__).parents[3])
+        arguments = [str(tmp_path / 'hf_model'), str(step), end]
+        if step == 1:  # the others are forked, with the imports done
+            subprocess.run([sys.executable, '-c', code, *arguments], check=True, cwd=REPO_ROOT)
+        else:
+            run_program(code, *arguments)
         assert assert_whole(tmp_path / 'hf_model') == step
         assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
 
