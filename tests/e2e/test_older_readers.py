@@ -203,5 +203,9 @@ def test_fields_of_the_base_that_transformers_5_renames(tmp_path):
         architecture = json.loads((folder / 'base' / 'config.json').read_text())['architectures'][0]
         model = getattr(transformers, architecture).from_pretrained(folder / 'base')
         save_hf(model, folder / 'save')
+        if folder.name in ('qwen3_moe', 'granitemoehybrid'):  # vision-language models have other names then
+            built = type(model)(type(model.config)(**{**model.config.to_dict(), '_name_or_path': ''}))
+            built.load_state_dict(model.state_dict())
+            save_hf(built, folder / 'built')
     run_with_transformers('4.57.6', 'models/older_families.py', Path('read'), tmp_path)
     assert len(list(tmp_path.iterdir())) == 5

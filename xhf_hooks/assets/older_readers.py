@@ -5,7 +5,8 @@ ignores without a word. So the base's files get what changed, in older words, an
 older names of RoPE, too: where the installed transformers proves that they mean the same.
 
 It ends when this package requires transformers 5 (``LEAST`` in system/versions.py; tests/unit/test_layering.py says so
-then): delete this module and test_older_readers.py. :mod:`.write_tokenizer` then writes what a tokenizer or processor
+then): delete this module, exporters/older_tensors.py, what they call in compat/transformers.py, and their tests.
+:mod:`.write_tokenizer` then writes what a tokenizer or processor
 saves, and ``hf_assets.write_config`` only saves the config.
 """
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.assets.load_tokenizer import vocabulary_files
 from xhf_hooks.base_model.files import LocatedBase
-from xhf_hooks.compat.transformers import converts_weights
+from xhf_hooks.compat.transformers import converts_weights, older_layer_types, tell_unread
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.loaded_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 
@@ -47,6 +48,8 @@ _SCALINGS = ('linear', 'dynamic', 'yarn', 'longrope', 'llama3')
 _SECTIONS = ('mrope', 'default')  # Qwen2-VL: its older and its present name
 #: Fields of a base that say where it comes from, and those that a save writes with values of its own.
 _NOT_KEPT = {'_name_or_path', '_commit_hash', 'transformers_version', 'architectures', 'auto_map', 'use_cache'}
+#: Kinds of layers that have a RoPE of their own.
+_KINDS = ('full_attention', 'sliding_attention')
 _FIELDS_BESIDE = ('rope_theta', 'partial_rotary_factor')
 #: Fields of RoPE in transformers 4.
 _ROPE_WORDS = {
@@ -172,9 +175,11 @@ def add_older_fields(folder: Path, config: PretrainedConfig, base_model: Located
     if base.get('model_type') != content.get('model_type'):
         base = {}
     kept = _keep_fields_of_base(config, content, base)
-    named = [_name_experts(part, fields) for _, part, fields in _parts('', config, content)]
+    parts = [*_parts('', config, content)]
+    named = [named for _, part, fields in parts for named in (_name_experts(part, fields), _name_layers(part, fields))]
     warnings = _add_older_rope(config, content, base)
-    if kept or any(named) or any(isinstance(fields.get(_ROPE), dict) for _, _, fields in _parts('', config, content)):
+    warnings += _warn_of_unread(content, has_base=bool(base))
+    if kept or any(named) or any(isinstance(fields.get(_ROPE), dict) for _, _, fields in parts):
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
     return warnings
 
@@ -235,6 +240,30 @@ def _name_experts(config: PretrainedConfig, fields: dict[str, Any]) -> bool:
     return True
 
 
+def _name_layers(config: PretrainedConfig, fields: dict[str, Any]) -> bool:
+    """Name kinds of layers as GraniteMoeHybrid did before transformers 5, for models without a base."""
+    kinds, older = fields.get('layer_types'), older_layer_types(config)
+    renamed = [older.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else None
+    if renamed in (None, kinds):
+        return False
+    try:
+        is_proven = _as_read(config, {**fields, 'layer_types': renamed}) == _as_read(config, fields)
+    except Exception:  # classes may be custom code, and refuse with any error
+        is_proven = False
+    if is_proven:
+        fields['layer_types'] = renamed
+    return is_proven
+
+
+def _warn_of_unread(content: Mapping[str, Any], *, has_base: bool) -> list[str]:
+    """A warning if transformers 4 does not read a model of this kind as transformers 5 writes it."""
+    kind = str(content.get('model_type'))
+    return [
+        f'transformers 4 does not read this {kind} as it was trained: it {problem}. Read the save with transformers 5'
+        for problem in tell_unread(kind, has_base=has_base)
+    ]
+
+
 def _add_older_rope(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> list[str]:
     """Add RoPE in the words of transformers 4 to the content of config.json, and return warnings.
 
@@ -245,7 +274,9 @@ def _add_older_rope(config: PretrainedConfig, content: dict[str, Any], base: Map
     for name, part, fields in with_rope:
         of_base = {key: value for key, value in _fields_below(name, base).items() if key in _ROPE_WORDS}
         descriptions = (*([of_base] if of_base else []), *_descriptions(part, fields))
-        older = next((found for found in descriptions if _is_proven(part, fields, found)), None)
+        local = _local_theta(fields[_ROPE])
+        has_all = (found for found in descriptions if local is None or local in found.values())
+        older = next((found for found in has_all if _is_proven(part, fields, found)), None)
         is_of_a_part = any(other.startswith(name) and other != name for other, _, _ in with_rope)
         if older is None and not is_of_a_part:  # transformers 4.57 wrote that of Qwen2-VL's text_config outside, too
             warnings.append(
@@ -282,6 +313,12 @@ def _descriptions(config: PretrainedConfig, fields: Mapping[str, Any]) -> Iterat
     yield {'rope_theta': theta, **({} if share is None else {'partial_rotary_factor': share}), **_scaling(config, rope)}
     yield {'rotary_emb_base': theta, 'rotary_pct': share, **_scaling(config, rope)}  # GPT-NeoX
     yield {'rope_theta': theta, **_scaling(config, rope)}  # the share is fixed in the class
+
+
+def _local_theta(rope: Mapping[str, Any]) -> float | None:
+    """Theta of layers with a window, if it is another than in the other layers."""
+    full, local = (rope[name].get('rope_theta') if isinstance(rope.get(name), dict) else None for name in _KINDS)
+    return None if local == full else local
 
 
 def _scaling(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:

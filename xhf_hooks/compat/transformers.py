@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -156,33 +156,125 @@ def forget_scaling_by_one(config: PretrainedConfig) -> None:
         config.rope_scaling = None
 
 
+#: What a tower's class held its modules under before transformers 5, in which it has them itself.
+_IN_TOWERS = ('vision_model', 'text_model')
+
+
 def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
-    """Parts of tensor names that ``save_pretrained`` leaves out and older readers expect, by the path in the model.
+    """Parts of tensor names that ``save_pretrained`` leaves out and older readers expect, by path.
 
     transformers 5 has flattened the vision towers of CLIP and SigLIP: it takes ``vision_model.`` off older names when
     it loads them, and puts it back only if it has loaded the model so (its function ``revert_weight_conversion``).
-    Where the path itself ends with that name, as in CLIPModel, older versions have it once, too.
+    Classes with a tower of their own, as CLIPModel, had none of these names in it before.
+
+    Returns:
+        The prefix by the path of the tower, without that of the base model; '' for a tower by itself.
     """
     if not converts_weights():
         return {}
-    from transformers import conversion_mapping, core_model_loading
+    from transformers import core_model_loading
 
     change = getattr(core_model_loading, 'PrefixChange', None)  # the first of transformers 5 have none
     if change is None:
         return {}
-    reverted = recorded_conversions(model) or ()
-    known = conversion_mapping.get_model_conversion_mapping(model)
 
     def prefixes_in(conversions: Sequence[Any]) -> dict[str, str]:
-        nested = (one for one in conversions if isinstance(one, change) and getattr(one, 'scope_prefix', None))
-        return {one.scope_prefix: one.prefix_to_remove for one in nested if one.prefix_to_remove}
+        removals = [one for one in conversions if isinstance(one, change) and one.prefix_to_remove]
+        return {getattr(one, 'scope_prefix', None) or '': one.prefix_to_remove for one in removals}
 
-    found = prefixes_in(reverted)
-    return {
-        path: prefix
-        for path, prefix in prefixes_in(known).items()
-        if path not in found and path.rpartition('.')[2] != prefix
-    }
+    reverted = prefixes_in(recorded_conversions(model) or ())
+    paths = {path for path, _ in model.named_modules()}
+    found = {}
+    for scope, prefix in prefixes_in(_known_conversions(model)).items():
+        # A scope lacks the prefix of the base model
+        path = scope if scope in paths else f'{model.base_model_prefix}.{scope}'
+        is_of_tower = not _is_own_tower(model, path) if scope else prefix in _IN_TOWERS
+        if scope not in reverted and is_of_tower:
+            found[scope] = prefix
+    return found
+
+
+def _is_own_tower(model: PreTrainedModel, path: str) -> bool:
+    """Whether a module's config is defined in the same file as the model's. Their own classes may be anybody's."""
+    try:
+        tower = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return type(model.config).__module__ == type(tower.config).__module__
+
+
+def _known_conversions(model: PreTrainedModel) -> Sequence[Any]:
+    """What transformers 5 converts when it loads a model of this class, but for names that transformers 4 reads."""
+    from transformers import conversion_mapping
+
+    return conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+
+
+def read_in_two_forms(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """The tensors of the files that transformers 5 also reads transposed, as it finds them in older files.
+
+    Args:
+        names: The names in the files of what is saved as the model has it.
+    """
+    if not converts_weights():
+        return []
+    conversions = [
+        one
+        for one in _known_conversions(model)
+        if any(getattr(operation, 'check_dims', False) for operation in getattr(one, 'operations', ()))
+    ]
+    return [name for name in names if any(one.rename_source_key(name)[1] is not None for one in conversions)]
+
+
+def without_legacy_names(name: str) -> str:
+    """The name of a tensor with the present words of transformers, for older ones that transformers 4 reads, too."""
+    if not converts_weights():
+        return name
+    from transformers import conversion_mapping
+
+    for one in conversion_mapping.get_checkpoint_conversion_mapping('legacy') or ():
+        name = one.rename_source_key(name)[0]
+    return name
+
+
+def older_layer_types(config: PretrainedConfig) -> dict[str, str]:
+    """Kinds of layers in the words of transformers 4, by the words of 5; {} if the class had the same words before.
+
+    Those whose field had another name, ``layers_block_type``.
+    """
+    from transformers import configuration_utils
+
+    is_renamed = getattr(config, 'attribute_map', {}).get('layers_block_type') == 'layer_types'
+    known = getattr(configuration_utils, '_LEGACY_LAYER_TYPE_REMAP', {}) if is_renamed else {}
+    return {now: older for older, now in reversed(known.items())}  # the first one of several
+
+
+#: Kinds of models that transformers 5.23 writes in another form than transformers 4.57 reads, by ``model_type``, where
+#: nothing in transformers 5 says so: what 4.57 makes of them. It is a last resort, and ends with
+#: assets/older_readers.py, when this package requires transformers 5.
+_UNREAD_ALWAYS = {'dbrx': 'refuses fields of attn_config and ffn_config'}
+#: The same of models that were built from a config. Of a base it is known how it was before.
+_UNREAD_IF_BUILT = {
+    'altclip': 'finds the layers of the vision model under other names',
+    'flava': 'finds biases of the heads under other names',
+    'fuyu': 'reads the sizes of the text model in another place',
+    'luke': 'finds the bias of the head under another name',
+    'mamba2': 'cannot read that time_step_limit is infinite',
+    'modernbert-decoder': 'takes global_rope_theta in all layers',
+    'mt5': 'scales what the head gets',
+    'vit_mae': 'finds the layers of the decoder under other names',
+    'vit_msn': 'finds the layers under other names',
+}
+
+
+def tell_unread(model_type: str, *, has_base: bool) -> list[str]:
+    """What transformers 4 does with a model of this kind, in a list; [] if it reads it, as far as is known.
+
+    Args:
+        has_base: Whether the model started from files that are known.
+    """
+    kinds = _UNREAD_ALWAYS if has_base else {**_UNREAD_ALWAYS, **_UNREAD_IF_BUILT}
+    return [kinds[model_type]] if converts_weights() and model_type in kinds else []
 
 
 def load_as_from_file(load: Callable[..., Result], folder: Path, tensors: Mapping[str, torch.Tensor]) -> Result | None:

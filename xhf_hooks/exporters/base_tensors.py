@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_model.files import LocatedBase
+from xhf_hooks.compat.transformers import without_legacy_names
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.loading_check import as_if_alone
@@ -142,7 +143,7 @@ def warn_of_base(
     in_base = _entries_in(base_model)
     if set(written).isdisjoint(one.hf_name for one in in_base):  # the base has them in another format
         return announced
-    in_other_form = _warn_of_forms(entries, in_base, base_model)
+    in_other_form = _warn_of_forms(entries, in_base, reference, base_model)
     if announced:
         return [*announced, *in_other_form]
     found = [one for one in _without_modules(in_base, written, reference) if one.hf_name not in already_told]
@@ -160,26 +161,78 @@ def warn_of_base(
 
 
 def _warn_of_forms(
-    entries: Sequence[ExportEntry], in_base: Sequence[ExportEntry], base_model: LocatedBase
+    entries: Sequence[ExportEntry],
+    in_base: Sequence[ExportEntry],
+    reference: PreTrainedModel,
+    base_model: LocatedBase,
 ) -> list[str]:
-    """A warning about tensors whose elements have another shape than in the base, such as Qwen3-VL-MoE's experts.
+    """Warnings about tensors that the base has under another name or in another shape, such as Qwen3-VL-MoE's experts.
 
     Training may have changed the number of elements, of rows or positions.
+
+    Args:
+        entries: What is written.
+        in_base: What is in the base's files.
+        reference: The model that ``from_pretrained`` will build.
     """
     from transformers import __version__
 
     shapes = {one.hf_name: one.shape for one in in_base}
     known = [(entry, shapes[entry.hf_name]) for entry in entries if entry.hf_name in shapes]
     other = [one for one, shape in known if shape != one.shape and math.prod(shape) == math.prod(one.shape)]
-    if not other:
-        return []
-    first, wrote = other[0], base_model.read_json('config.json').get('transformers_version')
-    return [
-        f'{counted(len(other), "tensor")} of the save {"has" if len(other) == 1 else "have"} another shape than in the '
-        f'base model {base_model.name!r}: {some([entry.hf_name for entry in other])} ({first.shape}, in the base '
-        f'{shapes[first.hf_name]}). transformers {__version__} writes and reads that. Older versions'
-        f'{f", such as {wrote} of the base," if wrote else ""} and other programs may expect the shape of the base'
-    ]
+    wrote = base_model.read_json('config.json').get('transformers_version')
+    rest = (
+        f'transformers {__version__} writes and reads that. Older versions'
+        f'{f", such as {wrote} of the base," if wrote else ""} and other programs may expect the '
+    )
+    warnings = []
+    if other:
+        first = other[0]
+        warnings.append(
+            f'{counted(len(other), "tensor")} of the save {"has" if len(other) == 1 else "have"} another shape than in '
+            f'the base model {base_model.name!r}: {some([entry.hf_name for entry in other])} ({first.shape}, in the '
+            f'base {shapes[first.hf_name]}). {rest}shape of the base'
+        )
+    if renamed := _renamed(entries, in_base, reference):
+        now, before = next(iter(renamed.items()))
+        warnings.append(
+            f'{counted(len(renamed), "tensor")} of the save {"has" if len(renamed) == 1 else "have"} another name than '
+            f'in the base model {base_model.name!r}: {some([*renamed])} (in the base, {now} is {before}). {rest}name '
+            f'in the base'
+        )
+    return warnings
+
+
+def _renamed(
+    entries: Sequence[ExportEntry], in_base: Sequence[ExportEntry], reference: PreTrainedModel
+) -> dict[str, str]:
+    """Names of tensors in the save, and in the base, of which ``from_pretrained`` makes the same tensor of the model.
+
+    Not names that transformers 4 reads, too: without the prefix of the base model, or with older words.
+    """
+    own, of_base = ({_plain(one.hf_name, reference): one for one in listed} for listed in (entries, in_base))
+    if own.keys() <= of_base.keys() or of_base.keys() <= own.keys():
+        return {}
+    try:
+        loaded = [
+            ask_load(type(reference), reference.config, {one.hf_name: one for one in found}).made
+            for found in (entries, in_base)
+        ]
+    except Exception:  # of any type, from custom code; check_loading() reports it
+        return {}
+    found = {}
+    for name in loaded[0].keys() & loaded[1].keys():
+        now, before = (one[name].sources for one in loaded)
+        if {_plain(one, reference) for one in now}.isdisjoint(of_base) and not own.keys() & {
+            _plain(one, reference) for one in before
+        }:
+            found[now[0]] = before[0]
+    return dict(sorted(found.items()))
+
+
+def _plain(name: str, reference: PreTrainedModel) -> str:
+    """A tensor's name without what transformers 4 adds and takes away itself."""
+    return without_legacy_names(name).removeprefix(f'{reference.base_model_prefix}.')
 
 
 def _missing_mtp_layers(names: Iterable[str], base_model: LocatedBase) -> list[str]:

@@ -16,12 +16,12 @@ from xhf_hooks.base_model.files import LocatedBase, has_auto_class, is_remote_co
 from xhf_hooks.compat.transformers import (
     dtype_field,
     forget_scaling_by_one,
-    prefixes_left_out,
     text_config,
 )
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, ask_save, has_own_save
 from xhf_hooks.exporters.base import Exporter
+from xhf_hooks.exporters.older_tensors import warn_of_older_tensors
 from xhf_hooks.exporters.surroundings import warn_of_not_saved
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
@@ -153,18 +153,13 @@ def write(
     """
     from transformers.dynamic_module_utils import custom_object_save
 
-    warnings = [
-        f'{model_class(model).__name__} was not loaded from a folder with the tensor names of the Hub, so the save has '
-        f"the names that transformers 5 gives (without '{prefix}' in {path}), which neither transformers 4 nor vLLM "
-        f"reads. To keep the Hub's names, load the model, before training, from a folder that has them"
-        for path, prefix in prefixes_left_out(model).items()
-    ]
     if is_remote_code(model) and not has_auto_class(model):  # as in transformers 4.48
         custom_object_save(model, str(folder))  # the folder does not load without the code; the config has its auto_map
     for name, content in answer.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    warnings += add_older_fields(folder, config, base_model)
+    warnings = add_older_fields(folder, config, base_model)
+    warnings += warn_of_older_tensors(folder, model, config, answer, base_model)
     if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
         warnings.append(
             f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '

@@ -2,7 +2,8 @@
 
     python tests/helpers/models/older_families.py make|read ROOT
 
-ROOT has a folder for each family, with the folders base and, made by transformers 5, save.
+ROOT has a folder for each family, with the folders base and, made by transformers 5, save and, for some, built: saves
+of the base and of a model that was built from its config.
 """
 
 import json
@@ -46,8 +47,12 @@ def read(root: Path) -> None:
         expected, found = (_flat(json.loads(one.config.to_json_string(use_diff=False))) for one in (base, model))
         differing = {name: (value, found.get(name)) for name, value in expected.items() if found.get(name) != value}
         assert not differing, (folder.name, differing)
-        state = model.state_dict()
-        assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items()), folder.name
+        models = [model, *(kind.from_pretrained(built) for built in folder.glob('built'))]
+        for state in (one.state_dict() for one in models):
+            assert all(torch.equal(tensor, state[name]) for name, tensor in base.state_dict().items()), folder.name
+        ids = torch.arange(3, 13)[None]
+        logits = [one.eval()(input_ids=ids).logits for one in (base, *models)]
+        assert all(torch.equal(one, logits[0]) for one in logits), folder.name
 
 
 def _flat(fields: dict, above: str = '') -> dict:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.config_fields import config_fields
 from tests.helpers.models.adapted import written
-from tests.helpers.models.zoo import build
+from tests.helpers.models.families import MODELS
+from tests.helpers.models.zoo import build, small_config
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.exporters.hf_assets import write_config
 
@@ -140,6 +141,41 @@ def test_the_number_of_experts_without_a_base(tmp_path):
     written(tmp_path / 'found', model)
     found = config_fields(tmp_path / 'found')
     assert found['num_experts'] == found['num_local_experts'] == model.config.num_local_experts
+
+
+def test_kinds_of_layers_without_a_base(tmp_path):
+    """4.57 knows mamba and attention alone for GraniteMoeHybrid. Qwen3-Next has the present words there."""
+    kinds = ['linear_attention', 'full_attention']
+    for kind, expected in (('GraniteMoeHybrid', ['mamba', 'attention']), ('Qwen3Next', kinds)):
+        config = getattr(transformers, f'{kind}Config')(num_hidden_layers=2, layer_types=kinds)
+        assert not [line for line in write_config(tmp_path, config) if 'layer' in line]
+        assert config_fields(tmp_path)['layer_types'] == expected
+        assert type(config).from_pretrained(tmp_path).layer_types == kinds
+
+
+def test_models_that_transformers_4_reads_otherwise(tmp_path):
+    """Nothing in the installed version says so, but a base shows how its fields were before."""
+    said = 'transformers 4 does not read this mt5 as it was trained: it scales what the head gets. Read the save with'
+    model = build('umt5', models=MODELS)
+    assert [line for line in written(tmp_path / 'umt5', model) if 'transformers 4' in line] == []
+    model = transformers.MT5ForConditionalGeneration(small_config('MT5ForConditionalGeneration', MODELS['umt5'][1]))
+    (warning,) = [line for line in written(tmp_path / 'built', model) if 'transformers 4' in line]
+    assert warning.startswith(said)
+    model.save_pretrained(tmp_path / 'base')
+    loaded = type(model).from_pretrained(tmp_path / 'base')
+    assert [line for line in written(tmp_path / 'loaded', loaded) if 'transformers 4' in line] == []
+    of_dbrx = write_config(tmp_path, transformers.DbrxConfig())
+    assert 'this dbrx as it was trained: it refuses fields' in of_dbrx[-1]
+
+
+def test_two_thetas_where_transformers_4_has_one(tmp_path):
+    """OLMo 3 takes one theta in 4.57."""
+    for local, is_told in ((5e5, False), (1e4, True)):
+        rope = {'full_attention': {'rope_type': 'default', 'rope_theta': 5e5}}
+        rope['sliding_attention'] = {'rope_type': 'default', 'rope_theta': local}
+        warnings = write_config(tmp_path, transformers.Olmo3Config(num_hidden_layers=4, rope_parameters=rope))
+        assert bool(warnings) == is_told
+        assert config_fields(tmp_path).get('rope_theta') == (None if is_told else 5e5)
 
 
 def test_tensors_in_another_form_than_in_the_base_are_named(tmp_path):
