@@ -78,12 +78,16 @@ class StepsOnly(Trainer):
 
     def __init__(self, engine: TrainEngine, work_dir: Path, tokenizer: Any, hooks: HooksConfig, **options: Any) -> None:
         self._engine, self._work_dir, self.tokenizer = engine, work_dir, tokenizer
-        exp_dir = work_dir / '20261128'
+        exp_dir, meta_path = work_dir / '20261128', work_dir / self._META_PATH
         if dist.get_rank() == 0:
             exp_dir.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        self._meta = XTunerMeta(exps=[ExpInfo(history=[], exp_dir=str(exp_dir))])
-        self._cur_step, self._cur_epoch, self._total_step, self._total_epoch = 0, 0, 5, None
+        if meta_path.is_file():  # resumed, as Trainer does it: the saves of the run before count
+            self._meta = XTunerMeta.model_validate_json(meta_path.read_text())
+        else:
+            self._meta = XTunerMeta(exps=[ExpInfo(history=[], exp_dir=str(exp_dir))])
+        self._cur_step, self._cur_epoch = options.pop('resumed_at', 0), 0
+        self._total_step, self._total_epoch = 5, None
         self._can_save_hf = True
         self._hf_interval, self._hf_max_keep = options.pop('hf_interval', 2), options.pop('hf_max_keep', 2)
         if hasattr(self, '_init_async_save_resources'):  # not in V1.0.1
@@ -123,19 +127,22 @@ def main() -> None:
     modes = (False, True) if hasattr(Trainer, '_wait_for_pending_async_hf') else (False,)  # not in V1.0.1
     for writer, in_background in itertools.product(('positional', 'stream'), modes):
         work_dir, recorder = out / f'{writer}_{in_background}', Recorder()
-        hook = HFCheckpoint(writer=writer)
-        hooks = HooksConfig(after_save_hf=[hook, recorder])
-        trainer = StepsOnly(engine, work_dir, tokenizer, hooks, async_hf_export=in_background)
-        while trainer.cur_step < trainer.total_step:
-            trainer.step()
+        for resumed_at, until in ((0, 4), (4, 5)):
+            hook = HFCheckpoint(writer=writer)
+            hooks = HooksConfig(after_save_hf=[hook, recorder])
+            options = dict(async_hf_export=in_background, resumed_at=resumed_at)
+            trainer = StepsOnly(engine, work_dir, tokenizer, hooks, **options)
+            while trainer.cur_step < until:
+                trainer.step()
+            if in_background:
+                trainer._wait_for_pending_async_hf()
+            dist.barrier()
+            hook.close()
         type(engine).save_hf(engine, str(work_dir / 'theirs'))  # V1's own, of the last step
-        if in_background:
-            trainer._wait_for_pending_async_hf()
         if writer == 'stream' and not in_background:
             engine.save_dcp(out.parent / 'ckpt-step-5' / 'weights')
         assert recorder.seen == [('hf-2', 2), ('hf-4', 4), ('hf-5', 5)], recorder.seen
         dist.barrier()
-        hook.close()
     dist.destroy_process_group()
 
 
