@@ -21,7 +21,7 @@ class Unwrapped:
         root: The module whose tensors the source reads: the outermost FSDP1 wrapper, which owns them; or EMAHook's
             averaged copy of the model; otherwise the model.
         manifest_fields: Fields of the manifest.
-        engine: The training engine's wrapper, or its optimizer, where a trainer shows nothing else of DeepSpeed; None
+        engine: The training engine's wrapper, or its optimizer, where a trainer shows nothing else of the engine; None
             without either. By it the source refuses ``dtype='float32'`` where it cannot read the engine's fp32 masters.
         run_config: The config of the run, from which exporters read what they need; empty without one.
     """

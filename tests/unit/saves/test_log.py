@@ -95,11 +95,12 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
         copied=(),
     )
     exporter = SimpleNamespace(notes=())
-    export = SimpleNamespace(left_out=(), adapter_base_tensors=())
+    export = SimpleNamespace(adapter_base_tensors=())
+    names = dict(source_name='Zero3Source', left_out=())
     saver = SimpleNamespace(
         log=log,
         plan=plan,
-        preparation=SimpleNamespace(exporter=exporter, export=export, expected_extra_nbytes=0),
+        preparation=SimpleNamespace(exporter=exporter, export=export, expected_extra_nbytes=0, **names),
         strategy=strategy,
         background=None,
         collective=SimpleNamespace(world_size=world_size),
