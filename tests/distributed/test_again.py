@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.converted import assert_same_files
-from tests.helpers.faults.slow_disk import WRITE_SECS, slow_disk
+from tests.helpers.faults.slow_disk import held_disk, slow_disk
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
@@ -136,13 +136,14 @@ def handle_again(root: Path) -> list[Any]:
     model, folder = zero_engine(odd_llama(bf16=True), 3), root / 'hf_model'
     before = groups()
     save_hf(model, root / 'expected', step=1)
-    with slow_disk():
+    with held_disk() as may_write:
         handle = save_hf(model, folder, step=1, async_save=True)
-        goes_on = not handle.done()
         train_one_step(model)
+        goes_on = not handle.done()
+        may_write.set()
         committed = handle.result()
     told: list[Any] = [goes_on, committed.step.iteration, str(committed.path), committed.cost.nbytes]
-    told.append(committed.cost.stalled_secs < committed.cost.seconds - WRITE_SECS)
+    told.append(0 < committed.cost.stalled_secs < committed.cost.seconds)
     broken = mock.Mock(side_effect=OSError(5, 'injected'))
     with mock.patch.object(Writer, 'finish', broken if dist.get_rank() == 1 else Writer.finish):
         handle = save_hf(model, folder, step=2, async_save=True)

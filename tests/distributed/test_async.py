@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from mmengine.hooks import CheckpointHook
 
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.checks.converted import assert_same_files
-from tests.helpers.faults.slow_disk import slow_disk
+from tests.helpers.faults.slow_disk import held_disk
 from tests.helpers.models.zoo.llamas import larger_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
@@ -25,14 +26,20 @@ LAST = 5
 #: Name to (ZeRO stage, writer).
 PAIRS = {'zero2_positional': (2, 'positional'), 'zero3_stream': (3, 'stream')}
 WRITERS = ('positional', 'stream')
-WRITE_SECS = 0.04
-N_WRITES = 21  # one tensor each
 
 
-def slowed(work_dir: Path) -> str:
-    """A run on a disk that takes several iterations for a save. Runs on: all ranks."""
-    with slow_disk(WRITE_SECS):
-        return run(dict(hook=dict(EVERY, async_save=True, interval=LAST - 1), stage=3, max_iters=LAST), work_dir)
+def held_up(work_dir: Path) -> str:
+    """A run whose disk writes nothing of a save before the next iteration has been trained. Runs on: all ranks."""
+    after_iteration = CheckpointHook.after_train_iter
+
+    def note(self: CheckpointHook, runner: Any, *args: Any, **options: Any) -> None:
+        if runner.iter + 1 == LAST:  # the hook that saves, and then waits for the save before, comes after this one
+            may_write.set()
+        after_iteration(self, runner, *args, **options)
+
+    options = dict(hook=dict(EVERY, async_save=True, interval=LAST - 1), stage=3, max_iters=LAST)
+    with held_disk() as may_write, mock.patch.object(CheckpointHook, 'after_train_iter', note):
+        return run(options, work_dir)
 
 
 def direct(root: Path) -> dict[str, int]:
@@ -80,8 +87,7 @@ def finished(tmp_path_factory):
             hook = dict(EVERY, writer=writer, async_save=mode)
             options = dict(hook=hook, stage=stage, max_iters=LAST)
             scenarios[f'{name}_{mode}'] = partial(run, options, root / f'{name}_{mode}')
-    scenarios['goes_on'] = partial(slowed, root / 'goes_on')
-    scenarios['direct'] = partial(direct, root / 'direct')
+    scenarios['goes_on'] = partial(held_up, root / 'goes_on')
     scenarios['failing'] = partial(failing, root / 'failing')
     return run_scenarios(scenarios, 2, root=root)
 
@@ -95,12 +101,17 @@ def test_same_files_as_without(finished, name):
         assert_same_files(background / folder, without / folder)
 
 
+@pytest.fixture(scope='module')
+def written_directly(tmp_path_factory):
+    root = tmp_path_factory.mktemp('direct')
+    return run_scenarios({'direct': partial(direct, root)}, 2, root=root)
+
+
+@pytest.mark.needs('ext4 or XFS')
 @pytest.mark.parametrize('writer', WRITERS)
-def test_same_files_when_written_directly(finished, writer):
-    written, root = [rank[writer] for rank in check(finished, 'direct')], finished.root / 'direct'
+def test_same_files_when_written_directly(written_directly, writer):
+    written, root = [rank[writer] for rank in check(written_directly, 'direct')], written_directly.root
     assert_same_files(root / f'{writer}_True', root / f'{writer}_False')
-    if not written[0]:
-        pytest.skip(f'NOT TESTED: {root} is not on ext4 or XFS')
     nbytes = (root / f'{writer}_False' / 'model.safetensors').stat().st_size
     # Slices of 512 KB, but for their ends, and not those of 256 KB; only a rank's own, which lie where they should
     assert (0.5 if writer == 'positional' else 0.25) * nbytes < sum(written) < nbytes
@@ -108,7 +119,7 @@ def test_same_files_when_written_directly(finished, writer):
 
 
 def test_training_goes_on_and_the_weights_are_those_of_the_step(finished):
-    """An iteration is trained over a slow disk, while the save of the one before is in flight."""
+    """An iteration is trained before anything of the save of the one before is written."""
     log_dir, whole = log_dir_of(finished, 'goes_on'), log_dir_of(finished, 'zero3_stream_False')
     found = saves(log_dir)
     assert found == {'hf_model': LAST, f'hf_model_iter_{LAST - 1}': LAST - 1}
@@ -117,13 +128,8 @@ def test_training_goes_on_and_the_weights_are_those_of_the_step(finished):
         assert_same_files(log_dir / folder, whole / expected[number])
     first, last = (folder_tensors(whole / expected[number]) for number in (1, LAST))
     assert not any(first[key].equal(last[key]) for key in first), 'training moved too little to see a late read'
-
-
-def test_training_stands_still_for_the_copy_alone(finished):
-    pattern = re.compile(r'in ([\d.]+) s\n +cost +training stalled for ([\d.]+) s')
-    times = [(float(a), float(b)) for a, b in pattern.findall(log_of(log_dir_of(finished, 'goes_on')))]
-    slow_secs = N_WRITES * WRITE_SECS
-    assert times and all(seconds >= slow_secs and stalled < seconds for seconds, stalled in times), times
+    told = re.findall(r'in [\d.]+ s\n +cost +training stalled for [\d.]+ s', log_of(log_dir))
+    assert len(told) == len(found)
 
 
 def test_an_error_in_the_background_ends_the_run_when_asked_to(finished):

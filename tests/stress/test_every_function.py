@@ -263,6 +263,12 @@ def results(tmp_path_factory):
         return run_scenarios({way: partial(fail_everywhere, Path(folder), way) for way in WAYS}, WORLD_SIZE)
 
 
+@pytest.mark.parametrize('name', [*ENTRANCES, *INSIDE, *CALL_BACK])
+def test_what_is_left_out_is_there(name):
+    """A name that is gone would stand for nothing, and what took its place would not be left out, or be called back."""
+    assert pkgutil.resolve_name(f'xhf_hooks.{name.rstrip(".")}')
+
+
 @pytest.mark.parametrize('way', WAYS)
 def test_each_function_may_fail(results, way):
     n_failed, wrong = check(results, way)[0]

@@ -1,5 +1,6 @@
-"""A disk on which each write takes long."""
+"""A disk on which each write takes long, or waits for the test."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from unittest import mock
 from xhf_hooks.writers.output_file import OutputFile
 
 WRITE_SECS = 0.02
+#: What waits longer hangs.
+HANG_SECS = 120.0
 
 
 @contextmanager
@@ -22,3 +25,16 @@ def slow_disk(write_secs: float = WRITE_SECS) -> Iterator[None]:
 
     with mock.patch.object(OutputFile, 'write', write_slowly):
         yield
+
+
+@contextmanager
+def held_disk() -> Iterator[threading.Event]:
+    """Nothing is written before the event is set: whoever waits for a save until then hangs."""
+    may_write, write = threading.Event(), OutputFile.write
+
+    def write_later(self: OutputFile, *args: Any) -> None:
+        assert may_write.wait(HANG_SECS), 'the test waits for the save'
+        write(self, *args)
+
+    with mock.patch.object(OutputFile, 'write', write_later):
+        yield may_write

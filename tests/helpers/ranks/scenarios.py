@@ -1,7 +1,7 @@
 """Runs many scenarios in one launch of real processes, each reported as a separate test.
 
 Example:
-    @pytest.fixture(scope="session")
+    @pytest.fixture(scope="module")
     def results():
         return run_scenarios({name: partial(save_family, name) for name in FAMILIES}, 2)
 
@@ -53,7 +53,7 @@ def run_scenarios(
 ) -> Results:
     """Runs many scenarios, one after the other, in one launch.
 
-    Call it in a session-scoped fixture; each parametrized test then `check`s its own scenario.
+    Call it in a fixture of the module; each parametrized test then `check`s its own scenario.
 
     Args:
         scenarios: Name to picklable callable without arguments (`functools.partial` helps). An

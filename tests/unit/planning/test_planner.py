@@ -56,8 +56,8 @@ TWO = [spec('a', 4), spec('b', 4)]
 REFUSED = [
     ([passed_on(TWO[0]), passed_on(TWO[0])], r'under the same name: hf\.a'),
     ([passed_on(TWO[0], reads=('a', 'gone'))], r"hf\.a is made from \['gone'\]"),
-    ([passed_on(TWO[0], shape=(3,))], r'hf\.a'),
-    ([passed_on(TWO[0], reads=('a', 'b'))], r'hf\.a'),
+    ([passed_on(TWO[0], shape=(3,))], r"hf\.a \(3,\): .* elements up to 3, found \[\('a', \(4,\)\)\]"),
+    ([passed_on(TWO[0], reads=('a', 'b'))], r"hf\.a \(4,\): expected one .*found \[\('a', \(4,\)\), \('b', \(4,\)\)\]"),
     ([passed_on(entry, combine=dict) for entry in TWO], r'hf\.b: made together with hf\.a, but'),
     ([], 'nothing to save'),
 ]
