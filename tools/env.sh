@@ -27,7 +27,7 @@ make_env() {
     _check_machine "$python"
     _tell_size "$dir" "$stack"
     if [[ ! -x $dir/bin/python || ! -f $stamp ]] || grep -vqxFf "$stamp" <<<"$made"; then
-        # From scratch: packages of an older lock file would stay
+        # From scratch: packages of an older lock file would stay, and operators compiled for them
         _step "$dir: creating the environment" "$python" -m venv --clear "$dir"
         echo "$made" >"$stamp"
     fi
@@ -42,7 +42,10 @@ make_env() {
     _step "$dir: ${files[*]}" "${pip[@]}" "${files[@]/#/-r}"
     [[ ! -f $no_deps ]] || _step "$dir: $no_deps" "${pip[@]}" --no-deps --ignore-requires-python "-r$no_deps"
     _step "$dir: xhf_hooks" "${pip[@]}" --no-deps --no-build-isolation -e .
-    _compile_deepspeed "$dir"
+    # Not again for further packages; a lock was left by an interrupted run
+    if ! compgen -G "$dir/torch_extensions/*/*.so" >/dev/null || compgen -G "$dir/torch_extensions/*/lock" >/dev/null; then
+        _compile_deepspeed "$dir"
+    fi
     echo "$wanted" >"$stamp"
 }
 
