@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xhf_hooks
-from tests.e2e.test_readme import blocks, code
+from tests.helpers.checks.pages import blocks, code
 from tests.helpers.models.zoo import build
 from xhf_hooks import exporters, extending, save_hf, sources
 from xhf_hooks.errors import AgreedError

@@ -243,3 +243,17 @@ def test_the_layers_are_those_that_imports_are_checked_by():
     cells = re.findall(r'^\| (`[^|]+) \|', table, flags=re.MULTILINE)
     told = [name.removesuffix('/').removesuffix('.py') for cell in cells for name in re.findall('`([^`]+)`', cell)]
     assert told == [*LAYERS[1:]]
+
+
+def test_what_test_modules_share_is_in_helpers():
+    files = sorted((ROOT / 'tests').rglob('*.py'))
+    imports = {f'{path.name}, line {one.line}': one.module for path in files for one in imports_of(path)}
+    assert len(files) > 200
+    assert [at for at, name in imports.items() if re.match(r'tests\.(.+\.)?(test_|conftest\b)', name)] == []
+
+
+def test_the_quick_tier_names_what_is_there():
+    """pytest says nothing of a path in ``testpaths`` that matches nothing."""
+    listed = re.search(r'^testpaths = \[\n(.+?)^\]', (ROOT / 'pyproject.toml').read_text(), re.MULTILINE | re.DOTALL)
+    patterns = re.findall(r'"([^"]+)"', listed[1])
+    assert len(patterns) > 10 and [pattern for pattern in patterns if not [*ROOT.glob(pattern)]] == []

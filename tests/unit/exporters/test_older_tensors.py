@@ -9,10 +9,9 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.models.adapted import adapt
+from tests.helpers.models.adapted import adapt, written
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import MROPE, build, small_config
-from tests.unit.exporters.test_hf_assets import written
 from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import converts_weights
 
