@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.faults.moosefs import missing
-from tests.helpers.ranks.processes import absent
+from tests.helpers.ranks.processes import MODERN_PYTHON, absent
 
 TESTS = Path(__file__).parent
-#: Of tools/test.sh, for tests in another environment of what the newest packages make of their output.
-MODERN_PYTHON = TESTS.parent / '.venv' / 'bin' / 'python'
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 

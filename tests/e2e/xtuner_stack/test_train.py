@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.conftest import MODERN_PYTHON
 from tests.e2e.xtuner_stack.elsewhere import logits_of
 from tests.e2e.xtuner_stack.launches import (
     BESIDE_XTUNERS_HOOK,
@@ -57,6 +56,7 @@ from tests.helpers.checks.pages import code
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import MODELS, small_config
 from tests.helpers.ranks.launch import REPO_ROOT
+from tests.helpers.ranks.processes import MODERN_PYTHON
 
 ADAPTERS = (LORA, QLORA)
 ADAPTERS = tuple(name for name in ADAPTERS if name in RUNS)

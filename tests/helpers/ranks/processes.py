@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+#: Of tools/test.sh, for tests in another environment of what the newest packages make of their output.
+MODERN_PYTHON = Path(__file__).resolve().parents[3] / '.venv' / 'bin' / 'python'
 #: Time limit for starting a program on a busy machine.
 START_SECS = 120.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.places.conftest import failing
+from tests.helpers.runs.small_saves import failing
 from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places import access

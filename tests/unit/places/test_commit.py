@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.runs.small_saves import LOCK, commit_with, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
-from tests.unit.places.conftest import LOCK, commit_with, hidden
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity import manifest

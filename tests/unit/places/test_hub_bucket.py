@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.faults.hub_server import BUCKET, hub_server
+from tests.helpers.runs.small_saves import publish
 from tests.helpers.runs.tiny_checkpoint import commit_one
-from tests.unit.places.conftest import publish
 from xhf_hooks.background import upload
 from xhf_hooks.background.upload import start_uploads
 from xhf_hooks.errors import StoreError

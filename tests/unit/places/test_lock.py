@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.runs.small_saves import failing, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whole, visible
-from tests.unit.places.conftest import failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
 from xhf_hooks.places.access import prepare_targets

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.runs.small_saves import LOCK, commit_with, failing, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
-from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder, replacement

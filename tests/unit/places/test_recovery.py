@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.runs.small_saves import LOCK, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
-from tests.unit.places.conftest import LOCK, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import new_name

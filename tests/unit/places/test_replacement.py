@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.runs.small_saves import LOCK, commit_with, failing, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
-from tests.unit.places.conftest import LOCK, commit_with, failing, hidden
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave

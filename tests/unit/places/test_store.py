@@ -13,7 +13,7 @@ import torch
 from fsspec.asyn import AsyncFileSystem
 
 from tests.helpers.checks.stored import folders_in, keys_in
-from tests.unit.places.conftest import publish, upload
+from tests.helpers.runs.small_saves import publish, upload
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.integrity.manifest import FileRecord
