@@ -26,7 +26,7 @@ from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.engines import names_read, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.zero_config import zero_config
 
-pytestmark = pytest.mark.modern_only
+pytestmark = [pytest.mark.modern_only, pytest.mark.needs()]  # four ranks, half a minute of CPU time
 N_RANKS = 4
 WAYS = {
     'positional': dict(writer='positional'),

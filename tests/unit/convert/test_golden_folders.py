@@ -6,6 +6,7 @@ tools/golden_folders.py has made them, each with the versions in its ``golden.js
 import json
 import shutil
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.helpers.runs.hook_runs import refusal_of, saves
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.cli import verify
 from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.system.versions import version_numbers
 
 FOLDERS = Path(__file__).parents[2] / 'golden' / 'folders'
 RECORDS: dict[str, dict[str, Any]] = {
@@ -53,8 +55,11 @@ def test_a_checkpoint_is_converted_byte_for_byte(name, expected, tmp_path, monke
 
 @pytest.mark.parametrize(('name', 'save'), [one for one in SAVES if FIRST_FORMAT not in one])
 def test_a_save_is_good_and_loads(name, save, monkeypatch):
+    """An older peft than the one that wrote an adapter may not load it."""
     monkeypatch.chdir(FOLDERS / name)
-    assert verify.main([save, '--load']) == verify.SAME
+    written_by = RECORDS[name].get('versions', {}).get('peft', '0')
+    loads = ['--load'] if version_numbers(version('peft')) >= version_numbers(written_by) else []
+    assert verify.main([save, *loads]) == verify.SAME
 
 
 def continue_in(folder: Path) -> None:
