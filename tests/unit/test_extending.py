@@ -18,6 +18,7 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.extending import (
     EXPORTERS,
     SOURCES,
+    Axis,
     Export,
     ExportEntry,
     Exporter,
@@ -219,7 +220,21 @@ def _register_out(entries):
 @pytest.mark.parametrize(
     ('spread', 'gathered', 'words'),
     [
-        ({'w': Spread(5, ())}, {}, r'Mine\.spread\(\): w: expected that the 1 ranks hold its 6 elements, .* 5 of 5'),
+        (
+            {'w': Spread(5, ())},
+            {},
+            r'Mine\.spread\(\): w: expected 6 elements, held by 1 rank, found Spread\(numel=5',
+        ),
+        (
+            {'w': Spread(6, (Axis(1, 1, 5),))},
+            {},
+            r'w: expected 6 elements, held by 1 rank, found Spread\(numel=6',
+        ),
+        (
+            {'w': Spread(6, (Axis(1, 2, 3),))},
+            {},
+            r'w: expected 6 elements, held by 1 rank, found Spread\(numel=6',
+        ),
         ({'v': Spread(6, ())}, {}, r'Mine\.spread\(\): expected a Spread for names of tensors alone'),
         ({'w': None}, {}, r'Mine\.spread\(\): expected a Spread .*found None'),
         ({'w': Spread(6, ())}, {}, r'Mine\.spread\(\) names w: it needs local_elements\(\)'),

@@ -7,6 +7,7 @@ from typing import Any
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
+from xhf_hooks.format.text import counted
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
 
@@ -72,20 +73,16 @@ def require_spreads(spreads: Mapping[str, Spread], specs: Sequence[TensorSpec], 
         where: The method that has returned the spreads, for the message.
 
     Raises:
-        PlanError: A spread is that of no tensor, of another number of elements, or ranks together do not hold them all.
+        PlanError: A spread is that of no tensor, of another number of elements, or ranks do not hold them all.
     """
     numel_of = {spec.name: spec.numel for spec in specs}
-    held_of: dict[Spread, int] = {}  # many tensors have the same spread
     for name, spread in spreads.items():
         if name not in numel_of or not isinstance(spread, Spread):
             raise PlanError(f'{where}: expected a Spread for names of tensors alone, found {spread!r} for {name!r}')
-        if spread not in held_of:
-            # Consecutive elements without gaps, as many as there are: neither more ranks nor fewer make a difference
-            held_of[spread] = sum(len(spread.held_by(rank)) for rank in range(world_size))
-        if (spread.numel, held_of[spread]) != (numel_of[name], numel_of[name]):
+        if spread.numel != numel_of[name] or not spread.is_held_by(world_size):
             raise PlanError(
-                f'{where}: {name}: expected that the {world_size} ranks hold its {numel_of[name]} elements, found that '
-                f'they hold {held_of[spread]} of {spread.numel}'
+                f'{where}: {name}: expected {numel_of[name]} elements, held by {counted(world_size, "rank")}, found '
+                f'{spread}'
             )
 
 

@@ -74,6 +74,15 @@ class Spread:
         """Whether every rank holds the whole tensor."""
         return all(axis.holds_replicas for axis in self.axes)
 
+    def is_held_by(self, world_size: int) -> bool:
+        """Whether so many ranks hold all elements, in time that grows with neither ranks nor elements."""
+        needed = self.skipped + self.numel
+        for axis in self.axes:
+            if axis.each * axis.size < needed:
+                return False
+            needed = min(needed, axis.each)
+        return math.prod(axis.size for axis in self.axes) == world_size
+
     def first_holder(self, rank: int) -> int:
         """The first of the ranks that hold what this rank holds."""
         return rank - sum(rank // stride % size * stride for stride, size in self.replicated)

@@ -224,3 +224,20 @@ def test_a_slice_larger_than_what_is_written_at_once(tmp_path, strategy):
     tensors = {'a': ((), 'F32'), 'B': ((2,), 'F32'), 'big': ((1301, 1303), 'BF16'), 'z': ((3, 0), 'I64')}
     assert 3 * PIECE_NBYTES < 1301 * 1303 * 2
     check(Saved(tmp_path, tensors, strategy, 2, 10**8, 10**8), tensors, 10**8)
+
+
+def test_whether_ranks_hold_all_elements():
+    """As a count of what each rank holds says, for spreads over four ranks whose inner parts fill the outer ones."""
+    answers = set()
+    for sizes in [[(1, 4)], [(1, 2)], [(2, 2), (1, 2)], [(1, 2), (2, 2)]]:
+        for each in itertools.product(range(1, 6), repeat=len(sizes)):
+            axes = tuple(Axis(stride, size, part) for (stride, size), part in zip(sizes, each, strict=True))
+            if any(inner.each * inner.size < outer.each for outer, inner in itertools.pairwise(axes)):
+                continue
+            for numel, skipped in itertools.product(range(1, 7), range(4)):
+                spread = Spread(numel, axes, skipped)
+                held = {index for rank in range(4) for index in spread.held_by(rank)}
+                is_held = math.prod(size for _, size in sizes) == 4 and held == {*range(numel)}
+                assert spread.is_held_by(4) == is_held, spread
+                answers.add(is_held)
+    assert answers == {True, False}
