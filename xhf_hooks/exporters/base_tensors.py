@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.base_model.files import LocatedBase
-from xhf_hooks.compat.transformers import without_legacy_names
+from xhf_hooks.compat.transformers import converts_weights, without_legacy_names
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.loading_check import as_if_alone
@@ -208,10 +208,11 @@ def _renamed(
 ) -> dict[str, str]:
     """Names of tensors in the save, and in the base, of which ``from_pretrained`` makes the same tensor of the model.
 
-    Not names that transformers 4 reads, too: without the prefix of the base model, or with older words.
+    Only transformers 5 renames what it saves. Not names that transformers 4 reads, too: without the prefix of the base
+    model, or with older words.
     """
     own, of_base = ({_plain(one.hf_name, reference): one for one in listed} for listed in (entries, in_base))
-    if own.keys() <= of_base.keys() or of_base.keys() <= own.keys():
+    if not converts_weights() or own.keys() <= of_base.keys() or of_base.keys() <= own.keys():
         return {}
     try:
         loaded = [
