@@ -21,6 +21,7 @@ What it leaves:
                 xhf_manifest.json
             vis_data/scalars.json      loss, learning rate, what each save cost
             <timestamp>.log
+            converted/                 of tools/demo.sh: the checkpoint below, converted
         iter_<N>.pth/                  MMEngine's own DeepSpeed checkpoint, to resume from
         last_checkpoint
 """
@@ -32,13 +33,13 @@ What it leaves:
 base_folder = 'work_dirs/demo_base'
 
 # Data
-block_length = 128  # tokens in one training sample
-batch_size = 4  # samples per process and iteration
+block_length = 64  # tokens in one training sample
+batch_size = 8  # samples per process and iteration
 
 # Schedule, in iterations
 max_iters = 100
 warmup_iters = 20
-save_interval = 60  # both kinds of checkpoint: at 60 and, because it is the last, 100
+save_interval = 50  # both kinds of checkpoint
 log_interval = 10
 
 # Optimizer
