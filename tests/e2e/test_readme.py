@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ AFTER_THE_DEMO = [
     'xhf-convert work_dirs/demo OUT',
     'xhf-verify --compare OUT work_dirs/demo/*/hf_model',
 ]
+#: What tools/env.sh prints when it makes the environment on a machine without a GPU.
+LINES_OF_A_FIRST_START = 8
 #: Every command of every page, but versions.md, whose lines tools/env.sh runs. Tests below run them, or as it says.
 #: docs/xtuner.md: packages in the versions of requirements/xtuner-0.1.txt (test_the_courses_packages_are_those_tested),
 #: and the commands that tests/e2e/xtuner_stack runs with them (test_train, test_drop_in).
@@ -80,10 +84,10 @@ XTUNERS_OWN = (
 COMMANDS = {
     *('bash tools/demo.sh', 'bash tools/test.sh', ENTER, *AFTER_THE_DEMO),
     'pip install .',  # test_wheel
-    'python tools/convert.py CHECKPOINT OUT --dry-run',  # test_convert_command
-    'python tools/convert.py CHECKPOINT OUT --verify full',
-    'python tools/verify.py DIR',  # test_verify_command
-    'python tools/verify.py --compare A B',
+    'xhf-convert CHECKPOINT OUT --dry-run',  # test_convert_command
+    'xhf-convert CHECKPOINT OUT --verify full',
+    'xhf-verify DIR',  # test_verify_command
+    'xhf-verify --compare A B',
     f'xtuner copy-cfg {XTUNER_CONFIG} .',  # in tests/e2e/xtuner_stack: test_drop_in, test_train
     f'NPROC_PER_NODE=8 xtuner train {XTUNER_CONFIG}_copy.py --deepspeed deepspeed_zero3',
     f'xhf-verify work_dirs/{XTUNER_CONFIG}_copy/*/hf_model',
@@ -110,11 +114,15 @@ CONFIG_LINES = {
 
 
 @pytest.fixture(scope='module')
-def demo_folder():
-    """What `bash tools/demo.sh` leaves; it checks by itself that the loss fell and the folder generates."""
+def demo():
+    """What `bash tools/demo.sh` prints; it checks by itself that the loss fell."""
     finished = subprocess.run(['bash', 'tools/demo.sh'], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
-    assert 'Loss:' in finished.stdout
+    return finished.stdout
+
+
+@pytest.fixture(scope='module')
+def demo_folder(demo):
     return max((ROOT / 'work_dirs' / 'demo').glob('*/hf_model'))
 
 
@@ -163,6 +171,62 @@ def test_the_demo_leaves_what_the_pages_show(demo_folder):
     assert settings['tokenizer_class'] == 'LlamaTokenizer' and settings.get('add_prefix_space') is None
 
 
+def test_the_demo_saves_as_often_as_the_readme_says(demo):
+    config = Config.fromfile(ROOT / 'configs' / 'demo_zero3.py', import_custom_modules=False)
+    times = config.max_iters // config.save_interval + bool(config.max_iters % config.save_interval)
+    assert times == 2
+    assert 'saves it twice' in ' '.join(README.split())
+    assert '保存两次' in (ROOT / 'README_zh-CN.md').read_text(encoding='utf-8')
+    assert demo.count('HFCheckpointHook: saved iter_') == times and f' s for {times} saves.' in demo
+
+
+def test_the_demo_is_short_and_writes_python(demo):
+    """Its text is a class that parses; with the lines of a first start it is below 70 lines."""
+    lines = demo.splitlines()
+    assert len(lines) + LINES_OF_A_FIRST_START < 70
+    assert len([line for line in lines if re.fullmatch(r' +iteration +\d+ of 100 +loss [\d.]+ +#+', line)]) == 10
+    assert '20 identical, 0 rounding, 0 different' in demo
+    begin = next(number for number, line in enumerate(lines) if 'class Stack(Queue)' in line)
+    end = next(number for number, line in enumerate(lines) if line.startswith('== saved '))
+    text = textwrap.dedent('\n'.join(lines[begin + 1 : end]))
+    assert ast.parse(text if not text.rstrip().endswith(':') else f'{text} pass') and len(text.split('\n')) > 6
+
+
+def test_the_demo_names_the_lines_of_the_readme(demo):
+    """What to type next is what the README says."""
+    trainer, xtuner = code('HFCheckpointCallback()'), blocks('diff')[0]
+    added = [line[1:] for line in xtuner.splitlines() if line.startswith('+')]
+    for line in [*filter(None, trainer.splitlines()), *added]:
+        assert line.strip() in demo
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on():
+    """The demo's --kill: `hf_model` is the first save when the second is killed, and the last one in the end."""
+    finished = subprocess.run(['bash', 'tools/demo.sh', '--kill'], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    killed, went_on = finished.stdout.split('== the same training, started again')
+    assert 'killed (SIGKILL) while it writes' in killed
+    assert 'good (' in killed and 'iter 20,' in killed
+    assert 'good (' in went_on and 'iter 60,' in went_on and 'iteration  50 of 60' in went_on
+    left = [re.findall(r'^\.?hf_model\S*', part, flags=re.MULTILINE) for part in (killed, went_on)]
+    assert len(left[0]) > 1 and left[1] == ['hf_model']
+
+
+def test_the_demo_shows_what_went_wrong():
+    """After each report that it leaves out."""
+    record = '11/28 14:42:19 - mmengine - {} - {}'.format
+    log = [
+        record('INFO', 'Config:'),
+        'max_iters = 100',
+        record('ERROR', 'bad'),
+        record('INFO', 'Saving checkpoint at 50'),
+    ]
+    log += ['Traceback (most recent call last):', record('INFO', '\n---\nSystem'), record('INFO', 'next'), 'line']
+    command = [sys.executable, 'tools/demo/show.py']
+    shown = subprocess.run(command, cwd=ROOT, input='\n'.join(log), capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == ['ERROR: bad', 'Traceback (most recent call last):', 'next', 'line']
+
+
 def test_what_follows_the_demo_works_as_typed(demo_folder, tmp_path):
     """In a work_dir with this one run: the last line has a place for one."""
     work_dir = tmp_path / 'work_dirs' / 'demo'
@@ -192,6 +256,21 @@ def test_what_stands_alone_can_be_used():
         exec(text, found)
     hook = found['HFCheckpointHook'](on_saved=found['on_saved'])
     assert hook.options.on_saved[-2:] == ('{path}', '{output}/lm_eval')
+
+
+def test_the_recipe_for_a_slow_mount_copies_whole_folders(tmp_path):
+    """Also over what an earlier, interrupted copy left."""
+    found: dict[str, Any] = {}
+    exec(code('/mnt/slow/run', 'on-saved.md'), found)
+    (tmp_path / 'save').mkdir()
+    (tmp_path / 'slow' / 'iter_500.part' / 'left').mkdir(parents=True)
+    for text in ('old', 'new'):
+        (tmp_path / 'save' / 'config.json').write_text(text)
+        values = {'{path}': tmp_path / 'save', '/mnt/slow/run': tmp_path / 'slow', '{label}': 'iter_500'}
+        subprocess.run([values.get(word, word) for word in found['on_saved']], check=True)
+        assert [path.name for path in (tmp_path / 'slow').iterdir()] == ['iter_500']
+        assert (tmp_path / 'slow' / 'iter_500' / 'config.json').read_text() == text
+        assert [path.name for path in (tmp_path / 'slow' / 'iter_500').iterdir()] == ['config.json']
 
 
 def test_hf_knows_the_options_of_the_recipe_for_the_hub():
