@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.test_extending import partition, source_of_the_page
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.ranks.simulated_device import extension
+from tests.helpers.runs.engine_of_rows import partition, source_of_the_page
 from tests.helpers.runs.engines import save_folder, zero_engine
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.extending import SOURCES

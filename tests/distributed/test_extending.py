@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.e2e.test_readme import code
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.models.adapted import merged_by_peft
 from tests.helpers.models.zoo.llamas import NormedLlama, odd_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.runs.engine_of_rows import partition, source_of_the_page
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks import save_hf
 from xhf_hooks.extending import SOURCES, LocalElements
@@ -29,25 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     writer: dict(writer=writer) for writer in ('gather', 'positional', 'stream', 'parallel')
 }
 WAYS['stream, in the background'] = dict(writer='stream', in_background=True)
-
-
-def source_of_the_page() -> Any:
-    """Register RowsSource."""
-    names: dict[str, Any] = {}
-    exec(code('class RowsSource', 'extending.md'), names)
-    return names['RowsSource']
-
-
-def partition(model: nn.Module, dim: int = 0) -> nn.Module:
-    """Leave a block of the rows of each parameter on this rank, as the engine does; or of the columns."""
-    for parameter in model.parameters():
-        along = min(dim, parameter.dim() - 1)
-        parameter.full_shape = parameter.shape
-        blocks = parameter.detach().chunk(dist.get_world_size(), along)
-        rank = dist.get_rank()
-        block = blocks[rank] if rank < len(blocks) else parameter.detach().narrow(along, 0, 0)
-        parameter.data = block.clone(memory_format=torch.contiguous_format)
-    return model
 
 
 def wrapped() -> nn.Module:

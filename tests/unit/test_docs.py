@@ -3,18 +3,24 @@
 import ast
 import json
 import re
+from dataclasses import fields
 from html import unescape
 from pathlib import Path
 
 import pytest
 
+from xhf_hooks.options import CallOptions, HookOptions
+from xhf_hooks.system.versions import __version__
+
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / 'docs' / 'bench'
-OUTER = ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md']
+OUTER = ['README.md', 'README_zh-CN.md', 'CONTRIBUTING.md', 'SECURITY.md', 'CHANGELOG.md', 'RELEASING.md']
 PAGES = {path.name: path.read_text(encoding='utf-8') for path in (ROOT / 'docs').glob('*.md')}
 PAGES |= {name: (ROOT / name).read_text(encoding='utf-8') for name in OUTER}
-#: What stands in backticks, on one line.
-SPANS = {span for text in PAGES.values() for span in re.findall(r'(?<!`)`([^`\n]+)`(?!`)', text)}
+#: What stands in backticks, on one line, and is not gone.
+SPANS = {
+    span for text in PAGES.values() for span in re.findall(r'(?<!`)`([^`\n]+)`(?!`)', text.partition('### Removed')[0])
+}
 FOLDERS = [ROOT / name for name in ('xhf_hooks', 'tools', 'configs')]
 CODE = '\n'.join(
     path.read_text(encoding='utf-8') for folder in FOLDERS for end in ('py', 'sh') for path in folder.rglob(f'*.{end}')
@@ -129,14 +135,20 @@ def test_the_links_lead_somewhere(page):
 def test_the_chinese_readme_says_the_same():
     """Its code and figures, and its links: to the Chinese page where there is one."""
     pages = [PAGES['README.md'], PAGES['README_zh-CN.md']]
-    for what in (r'(?ms)^```.*?^```$', r'\d+(?:\.\d+)?'):
-        english, chinese = (sorted(re.findall(what, page)) for page in pages)
+    for found in (code_of, lambda page: re.findall(r'\d+(?:\.\d+)?', page)):
+        english, chinese = (sorted(found(page)) for page in pages)
         assert english == chinese and len(english) >= 6
     english, chinese = (re.findall(r'\]\((?!README)([^)#]+)(#[^)]+)?\)', page) for page in pages)
     assert sorted(in_chinese(link) for link, _ in english) == sorted(link for link, _ in chinese)
     assert sorted(link for link, heading in english if heading) == sorted(
         link.replace('zh_cn/', '') for link, heading in chinese if heading
     )
+
+
+def code_of(page: str) -> list[str]:
+    """The blocks of code, without what is translated: comments, and what a tree of files says of each."""
+    blocks = re.findall(r'(?ms)^```.*?^```$', page)
+    return [re.sub(r'(?m)(?<=\S)(  # | {3,}(?=\S)).*$', '', block) for block in blocks]
 
 
 def in_chinese(link: str) -> str:
@@ -157,15 +169,36 @@ def test_the_headings_that_are_linked_are_there(page):
     assert [link for link in links if link[1] not in heading_links(ROOT / link[0])] == []
 
 
+def test_the_version_is_the_same_everywhere():
+    """Of the package, the changelog, the citation, and the notes of the tag that RELEASING.md makes."""
+    newest = re.search(r'(?m)^## ([\d.]+) \(', PAGES['CHANGELOG.md'])
+    assert newest is not None and newest[1] == __version__
+    assert f'\nversion: {__version__}\n' in (ROOT / 'CITATION.cff').read_text(encoding='utf-8')
+    assert (ROOT / 'RELEASE_NOTES.md').read_text(encoding='utf-8').startswith(f'xhf_hooks {__version__}\n')
+    commands = (ROOT / 'RELEASING.md').read_text(encoding='utf-8')
+    assert set(re.findall(r'\bv?(\d+\.\d+\.\d+)\b', commands)) == {__version__}
+
+
+def test_what_was_removed_is_no_option():
+    """Where only a value or a form of an option went, the option stays."""
+    removed = PAGES['CHANGELOG.md'].partition('### Removed')[2]
+    names = set(re.findall(r'(?m)^- `([a-z_]+)[`=]', removed))
+    stay = {'out_dir', 'upload_to', 'on_saved', 'verify', 'llava_format'}
+    options = {field.name for kind in (HookOptions, CallOptions) for field in fields(kind)}
+    assert len(names) >= 12 and names & options == stay
+
+
 def test_what_the_readme_counts_of_xtuners_configs():
     """docs/xtuner_configs.md is compared with the configs themselves in XTuner's environment."""
     lines = PAGES['xtuner_configs.md'].splitlines()
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines if line.startswith('| ')]
     saved = sum(int(count) for _, _, exporter, count, _ in rows[1:-1] if not exporter.startswith('none'))
     n_configs = rows[-1][3]
-    sentence = f'XTuner comes with {n_configs} configs. The hook saves the models of {saved} of them'
+    sentence = f'XTuner 0.2.0 comes with {n_configs} configs. The hook saves the models of {saved} of them'
+    assert '# XTuner 0.2.0: ' in lines[0]
     assert sentence in ' '.join(PAGES['xtuner.md'].split())
-    assert f'{saved} of the {n_configs} configs' in ' '.join(PAGES['README.md'].split())
+    for page in ('README.md', 'what-works.md'):
+        assert f'{saved} of the {n_configs} configs' in ' '.join(PAGES[page].split())
 
 
 def test_the_page_of_options_is_made_from_their_descriptions():
@@ -196,9 +229,17 @@ def test_the_table_is_the_one_measured(tools, what):
 def test_the_readme_shows_what_was_measured(tools):
     from bench.report import summary
 
-    measured = json.loads((BENCH / 'save.json').read_text())
+    head, *rows = summary(json.loads((BENCH / 'save.json').read_text())).strip().splitlines()
+    (with_fsync,) = re.findall(r'positional, with fsync, as the hook \| ([\d.]+) \|', (BENCH / 'floors.md').read_text())
     for page in ('README.md', 'README_zh-CN.md'):
-        assert summary(measured).strip() in PAGES[page] and '(docs/bench/save.svg)' in PAGES[page]
+        assert '\n'.join(rows) in PAGES[page] and '(docs/bench/save.svg)' in PAGES[page]
+        assert f'[{with_fsync} ' in PAGES[page]
+    assert head in PAGES['README.md']
+
+
+@pytest.mark.parametrize('page', ['README.md', 'README_zh-CN.md'])
+def test_the_readme_is_short(page):
+    assert len(PAGES[page].splitlines()) <= 130
 
 
 def words_of(drawn: Path) -> set[str]:
@@ -226,8 +267,8 @@ CHINESE = sorted(
 def test_the_chinese_page_says_the_same(name):
     """As many headings and rows, the same code, and the same names of options, files and messages."""
     pages = [path.read_text(encoding='utf-8') for path in (ROOT / 'docs' / name, ROOT / 'docs' / 'zh_cn' / name)]
-    for what in (r'(?m)^#+ ', r'(?ms)^```.*?^```$'):
-        english, chinese = (re.findall(what, page) for page in pages)
+    for found in (code_of, lambda page: re.findall(r'(?m)^#+ ', page)):
+        english, chinese = (found(page) for page in pages)
         assert english == chinese
     if name != 'versions.md':  # whose long tables are in English alone
         english, chinese = (len(re.findall(r'(?m)^\|', page)) for page in pages)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from xhf_hooks.errors import InstalledError
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 #: The oldest versions that work.
 LEAST = {'torch': '2.1', 'transformers': '4.36', 'deepspeed': '0.13', 'mmengine': '0.10.3'}
