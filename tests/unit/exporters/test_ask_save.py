@@ -56,6 +56,19 @@ class InHalf(transformers.LlamaForCausalLM):
         save_file(extra, Path(save_directory, 'extra.safetensors'))
 
 
+def leave_out_probe(module, state, prefix, metadata):
+    del state[f'{prefix}probe.weight']
+
+
+class WithHook(transformers.LlamaForCausalLM):
+    """A hook of its own leaves a trained tensor out of its state dict."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.probe = nn.Linear(3, 3, bias=False)
+        self._register_state_dict_hook(leave_out_probe)
+
+
 class ForEncoders(transformers.BertModel):
     """Cannot generate, and has a save of its own."""
 
@@ -63,7 +76,7 @@ class ForEncoders(transformers.BertModel):
         super().save_pretrained(save_directory, **options)
 
 
-@pytest.mark.parametrize('kind', [DropsOptions, WithoutTeacher, InHalf])
+@pytest.mark.parametrize('kind', [DropsOptions, WithoutTeacher, InHalf, WithHook])
 def test_a_class_with_its_own_save(kind, tmp_path):
     model = kind(small_config(*ZOO['llama']))
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
