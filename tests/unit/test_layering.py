@@ -160,6 +160,11 @@ def test_forbidden(rule):
     assert files and breaches(files, packages) == []
 
 
+def test_saves_name_no_training_engine():
+    """What they need to know of one, its source says."""
+    assert [relative(path) for path in files_in('saves/') if 'deepspeed' in path.read_text().lower()] == []
+
+
 def test_heavy_packages_are_imported_when_used():
     """Each integration is imported by those who have what it is for."""
     assert breaches(all_but('integrations/'), HEAVY, at_once=True) == []

@@ -6,7 +6,7 @@ make_plan()         the place of each byte            digest compared across ran
 require_equal()     checksums of replicas             compared across ranks: one model, not several
 live_chunks()       ranks write their own slices      with writer='positional', where possible
                     or send them to the owner         with 'stream' and 'parallel', where possible
-                    the rest, a bucket at a time      under deepspeed.zero.GatheredParameters at ZeRO-3
+                    the rest, a bucket at a time      gathered by all ranks
 Writer.write()      into a staging folder             while the next slice or bucket is read
 commit()            staging gets the final name       then, and only then, older saves are deleted
 
