@@ -67,7 +67,7 @@ def _warn_of_tie(
 ) -> list[str]:
     """A warning if the text model's config says something else of the head than what is written.
 
-    transformers 4 and vLLM go by the former (``get_text_config`` in ``tie_weights`` of ``modeling_utils.py`` of 4.57),
+    transformers 4 goes by the former (``get_text_config`` in ``tie_weights`` of ``modeling_utils.py`` of 4.57),
     transformers 5 by the config of the model that has the head.
 
     Args:
@@ -87,10 +87,10 @@ def _warn_of_tie(
     if older == is_tied:
         return []
     where = f'{part}.{TIE}' if part else TIE
-    result = f'miss {head}.weight, and make a random one' if is_tied else f'tie {head}.weight, or refuse'
+    result = f'misses {head}.weight, and makes a random one' if is_tied else f'ties {head}.weight, or refuses'
     return [
         f'config.json: {where} is {older}, but {head}.weight of {model_class(model).__name__} is '
-        f'{"" if is_tied else "not "}tied to the input embedding. transformers 4 and vLLM go by that field: they '
+        f'{"" if is_tied else "not "}tied to the input embedding. transformers 4 goes by that field: it '
         f'{result}. To avoid this, set model.config.{where} to {is_tied} before training'
     ]
 

@@ -58,7 +58,7 @@ def test_a_head_that_is_tied_by_another_config_than_the_text_models(tmp_path):
     model = build('internvl', models=MODELS)
     (warning,) = told(tmp_path / 'built', model)
     assert warning.startswith('config.json: text_config.tie_word_embeddings is False, but lm_head.weight of InternVL')
-    assert 'miss lm_head.weight' in warning and 'set model.config.text_config.tie_word_embeddings to True' in warning
+    assert 'misses lm_head.weight' in warning and 'set model.config.text_config.tie_word_embeddings to True' in warning
     model.config.text_config.tie_word_embeddings = True
     assert told(tmp_path / 'agreed', model) == []
     model.config.tie_word_embeddings = False
