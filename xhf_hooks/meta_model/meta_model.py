@@ -194,7 +194,7 @@ class MetaModel:
             if conversions is not None:
                 self.notes.append(
                     f'{folder} has no weights of a base, so the names in OUT are those of a vision-language base, of '
-                    f'which AutoModelForCausalLM makes a {type(model).__name__}; --base names another one'
+                    f'which AutoModelForCausalLM makes a {type(model).__name__}; give --base if it was another one'
                 )
         if conversions is not None:  # save_pretrained reverts them, and without any sorts the names
             record_conversions(model, conversions)
