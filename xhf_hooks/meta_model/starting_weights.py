@@ -199,7 +199,7 @@ class StartingWeights:
             files = some(list(dict.fromkeys(used)))
             notes.append(
                 f'the adapter was trained on {base} with the weights of {files} loaded over it, and makes another '
-                f"model on {base} alone. A merged model has these weights (lora='merge', --lora merge)"
+                f"model on {base} alone. A merged model has these weights (lora='merge')"
             )
         return notes
 
