@@ -113,7 +113,7 @@ def test_json_of_both_commands_names_options_as_they_take_them(tmp_path, capfd):
     assert verify.main(['--compare', str(out), str(run.folder / 'iter_2.pth'), '--json']) == 0
     found = json.loads(capfd.readouterr().out)
     for told in (notes, found['notes']):
-        assert 'A merged model has these weights (--lora merge, --lora merge)' in ''.join(told)
+        assert 'A merged model has these weights (--lora merge)' in ''.join(told)
 
 
 def test_a_model_of_xtuner_that_adds_adapters_first_does_not_load_plain_names(tmp_path):
