@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Make the folders in tests/golden/folders, each with the versions that it is named after.
 
-Each was made once, and stays: tests/unit/convert/test_golden_folders.py reads it with the installed versions. Run this
-in an environment with those versions (requirements/matrix, or .venv with an overlay), from the root of the repository:
+Each was made once, and stays: tests/unit/offline/convert/test_golden_folders.py reads it with the installed versions.
+Run this in an environment with those versions (requirements/matrix, or .venv with an overlay), from the root of the
+repository:
 
     PYTHONPATH=$PWD:$PWD/tests/e2e/xtuner_stack PYTHON tools/golden_folders.py OUT CASE...
     .venv/bin/python tools/golden_folders.py OUT save_of_COMMIT...

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.zero_config import zero_config
-from xhf_hooks.collective import Collective
 from xhf_hooks.options import parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
+from xhf_hooks.ranks.collective import Collective
 
 STEPS_MEANWHILE = 2
 SMALL = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)

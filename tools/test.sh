@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 source tools/env.sh
 
 # What depends on the versions of transformers, peft and DeepSpeed that XTuner pins
-XTUNERS=(tests/unit/{exporters,meta_model,system/test_versions.py})
+XTUNERS=(tests/unit/{exporters,offline/model,system/test_versions.py} --ignore=tests/unit/exporters/assets)
 XTUNERS+=(tests/distributed/test_{any_set,convert,llava,lora,untouched}.py tests/e2e/xtuner_stack)
 TRAINERS=(trl axolotl swift llamafactory vllm sentence_transformers lmdeploy xtuner_v1)
 
@@ -93,7 +93,7 @@ measure_coverage() {
     # Nearly free if Python reports each line only once
     python -c 'import sys; sys.exit(sys.version_info < (3, 12))' && export COVERAGE_CORE=sysmon
     echo '== line coverage of the unit tests, without fully covered files'
-    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/system --ignore=tests/unit/background
+    python -m coverage run -m pytest -q tests/unit --ignore=tests/unit/system --ignore=tests/unit/runs/ends
     python -m coverage report
 }
 

@@ -7,13 +7,13 @@ in this package may change at any time, also names without an underscore.
 docs/extending.md has examples.
 """
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError, OptionError, TensorError, XhfError
 from xhf_hooks.exporters import Export, Exporter, ExportRequest, HuggingFaceExporter
 from xhf_hooks.exporters.base import CompositeExport, CompositeExporter, specs_below, unchanged_entries
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.spread import Axis, Spread, in_rank_order, on_one_rank, spread_over
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.registry import EXPORTERS, SOURCES
 from xhf_hooks.sources import Source, WholeTensorsSource
 from xhf_hooks.sources.base import LocalElements

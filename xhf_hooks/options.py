@@ -309,7 +309,7 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.saves.save.Saver` needs no more.
+    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.runs.save.Saver` needs no more.
 
     Attributes hold checked values: sizes in bytes, dtypes as safetensors codes.
     """

@@ -25,10 +25,10 @@ from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.engines import train_one_step, zero_engine
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
-from xhf_hooks.collective import Collective
-from xhf_hooks.saves import save
-from xhf_hooks.saves.save import Saver
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.files.writer import Writer
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs import save
+from xhf_hooks.runs.save import Saver
 
 INTERRUPTED_AT, LAST = 3, 4
 

@@ -18,8 +18,8 @@ from tests.helpers.models.zoo.llamas import larger_llama
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
 from tests.helpers.runs.hook_runs import log_dir_of, log_of, run, saves
-from xhf_hooks.writers import output_file
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.files import output_file
+from xhf_hooks.files.writer import Writer
 
 EVERY = dict(interval=1, by_epoch=False, max_keep_ckpts=-1)
 LAST = 5

@@ -22,10 +22,11 @@ from tests.helpers.models.zoo.llamas import larger_llama, odd_llama
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
-from xhf_hooks import collective, save_hf
-from xhf_hooks.collective import Collective
+from xhf_hooks import save_hf
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.compare_ranks import require_same
+from xhf_hooks.ranks import collective
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.ranks.compare_ranks import require_same
 from xhf_hooks.sources import Source, Zero3Source, read, send
 
 N_RANKS = 3

@@ -20,9 +20,9 @@ from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RankLostError
-from xhf_hooks.system import rendezvous
+from xhf_hooks.ranks import rendezvous
+from xhf_hooks.ranks.collective import Collective
 
 
 class Lines(logging.Handler):

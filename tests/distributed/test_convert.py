@@ -33,7 +33,7 @@ from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.cli.verify import main as verify
-from xhf_hooks.convert import weights
+from xhf_hooks.offline.convert import weights
 
 #: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.
 MMENGINE_RUNS: dict[str, dict[str, Any]] = {

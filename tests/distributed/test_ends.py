@@ -28,14 +28,14 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, run_program
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background import background_task
-from xhf_hooks.background.run_end import RunEnd
-from xhf_hooks.background.upload import Uploads
+from xhf_hooks.files.output_file import OutputFile
 from xhf_hooks.places import sibling_folders
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.store import StoredSaves
-from xhf_hooks.saves import run as run_module
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.runs import run as run_module
+from xhf_hooks.runs.ends import background_task
+from xhf_hooks.runs.ends.run_end import RunEnd
+from xhf_hooks.runs.ends.upload import Uploads
 
 STEP = 2
 

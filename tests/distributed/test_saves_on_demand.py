@@ -26,9 +26,9 @@ from tests.helpers.runs.frontends import trainer_run
 from tests.helpers.runs.hook_runs import run, saves
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
-from xhf_hooks.background import save_requests
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.runs.ends import save_requests
 
 N_SIGNALS = 5
 #: Of a run that is asked once: long enough for the ranks to agree on a busy machine.

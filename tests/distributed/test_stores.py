@@ -17,11 +17,11 @@ from tests.helpers.faults.proxy import AwayFor, EachInTurn, Fault, faulty_proxy
 from tests.helpers.faults.s3_servers import BUCKET, KEY, SECRET, s3_server
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of, run
-from xhf_hooks.background.upload import Uploads
 from xhf_hooks.errors import StoreError
 from xhf_hooks.places import objects
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.runs.ends.upload import Uploads
 
 pytestmark = pytest.mark.needs('stores')
 

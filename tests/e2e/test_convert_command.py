@@ -135,7 +135,7 @@ def test_disk_too_small(trained, tmp_path, capsys, monkeypatch):
 HALFWAY = """
 import os, signal, sys, time
 from xhf_hooks.cli.convert import main
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.files.output_file import OutputFile
 
 write = OutputFile.write
 
@@ -210,6 +210,6 @@ def spoil(self):
     [('write', fail, 'No space left on device'), ('fsync', spoil, 'differs from what was saved')],
 )
 def test_a_disk_that_fails_or_lies(trained, tmp_path, capsys, monkeypatch, method, instead, said):
-    monkeypatch.setattr(f'xhf_hooks.writers.output_file.OutputFile.{method}', instead)
+    monkeypatch.setattr(f'xhf_hooks.files.output_file.OutputFile.{method}', instead)
     assert main([str(trained / 'iter_7.pth'), str(tmp_path / 'out'), '--verify', 'full']) == FAILED
     assert said in errors(capsys) and leftovers(tmp_path) == []

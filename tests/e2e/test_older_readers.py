@@ -15,10 +15,10 @@ from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import small_config
 from tests.helpers.runs.older_transformers import run_with_transformers
 from xhf_hooks import save_hf
-from xhf_hooks.assets.load_tokenizer import load_tokenizer
-from xhf_hooks.assets.write_tokenizer import write_tokenizer
-from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.assets.base_files import LocatedBase
+from xhf_hooks.exporters.assets.load_tokenizer import load_tokenizer
+from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for
 

@@ -23,12 +23,12 @@ from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import error_of
 from tests.helpers.runs.engines import save_folder, zero_engine
-from xhf_hooks import collective, save_hf, sources
-from xhf_hooks.background.save_requests import SaveRequests
-from xhf_hooks.collective import Collective
-from xhf_hooks.saves.telemetry import RunLog
-from xhf_hooks.system import rendezvous
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks import save_hf, sources
+from xhf_hooks.files.output_file import OutputFile
+from xhf_hooks.ranks import collective, rendezvous
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.ends.save_requests import SaveRequests
+from xhf_hooks.runs.telemetry import RunLog
 
 #: Far less than two hours, and far more than what a busy machine needs.
 BOUND_SECS = 900

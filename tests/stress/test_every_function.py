@@ -41,25 +41,27 @@ WAYS = [
 ]
 #: What is not made to fail, and why: these functions themselves ...
 ENTRANCES = {
-    'saves.run.Run.save': 'calls what stands in agreed blocks, and nothing before',
-    'saves.run.Run.wait_for_background_save': 'raises or reports what all ranks have',
-    'saves.run.Run._log_outcome': 'tells what all ranks have; what it calls may fail',
-    'saves.run.Run._call_frontend': 'tells what all ranks have; what it calls may fail',
-    'saves.telemetry.RunLog.logging_errors_of_callbacks': 'catches what fails then',
-    'saves.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
-    'background.background_task.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
-    'background.background_task.BackgroundTask._run': 'runs in the thread that saves',
-    'saves.save_in_flight.SaveInFlight.save': 'makes the save, and keeps what comes of it',
+    'runs.run.Run.save': 'calls what stands in agreed blocks, and nothing before',
+    'runs.run.Run.wait_for_background_save': 'raises or reports what all ranks have',
+    'runs.run.Run._log_outcome': 'tells what all ranks have; what it calls may fail',
+    'runs.run.Run._call_frontend': 'tells what all ranks have; what it calls may fail',
+    'runs.telemetry.RunLog.logging_errors_of_callbacks': 'catches what fails then',
+    'runs.save.Save.write_and_commit': 'calls what stands in agreed blocks, and nothing before',
+    'runs.ends.background_task.BackgroundTask.add': 'hands what all ranks have begun to the thread that saves',
+    'runs.ends.background_task.BackgroundTask._run': 'runs in the thread that saves',
+    'runs.save_in_flight.SaveInFlight.save': 'makes the save, and keeps what comes of it',
 }
 #: ... and what these call, too. A name stands for all that begin with it.
 INSIDE = {
     'system.threads.wait_until': 'waits for the background thread alone',
-    'collective.': 'how ranks agree: without it they cannot',
+    'ranks.collective.': 'how ranks agree: without it they cannot',
     'sources.zero3.Zero3Source.opened': 'DeepSpeed gathers in it (docs/reliability.md)',
     'sources.zero3.Zero3Source.gathered': 'DeepSpeed gathers in it (docs/reliability.md)',
 }
 #: Within these, ranks call a function of the save.
-CALL_BACK = tuple(f'collective.Collective.{name}' for name in ('from_rank0', 'from_all_ranks', 'reduce_over_ranks'))
+CALL_BACK = tuple(
+    f'ranks.collective.Collective.{name}' for name in ('from_rank0', 'from_all_ranks', 'reduce_over_ranks')
+)
 #: After the commit: the save is good, and a rank alone could not tell all of it.
 NOT_REPORTED = 'is saved, but a callback failed'
 #: After the commit, on all ranks.
@@ -175,8 +177,8 @@ class Run:
 
     def __init__(self, parent: Path, way: str) -> None:
         from tests.helpers.runs.engines import open_run
-        from xhf_hooks.background.upload import Uploads
-        from xhf_hooks.collective import Collective
+        from xhf_hooks.ranks.collective import Collective
+        from xhf_hooks.runs.ends.upload import Uploads
 
         Uploads.patience_secs = 1.0  # with a rank whose upload was not begun
         self.faults, self.rank, self._group = faults_of_this_process(), dist.get_rank(), dist.new_group(backend='gloo')

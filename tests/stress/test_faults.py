@@ -34,10 +34,10 @@ from tests.helpers.ranks.scenarios import check, error_of
 from tests.helpers.runs.engines import make_saver, save_folder
 from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.zero_config import zero_config
-from xhf_hooks.collective import Collective
+from xhf_hooks.files.output_file import OutputFile
+from xhf_hooks.files.writer import Writer
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.writers.output_file import OutputFile
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.ranks.collective import Collective
 
 pytestmark = pytest.mark.needs('root', 'compiler')
 
@@ -155,9 +155,9 @@ def fault_of(name: str) -> tuple[int, str, AbstractContextManager[Any], str]:
         return rank, 'positional', fault(call, path, outcome), 'sizes'
     kind, writer = name.rsplit('_', 1)
     if kind == 'other_file':
-        what = 'xhf_hooks.writers.writer.Writer.open'
+        what = 'xhf_hooks.files.writer.Writer.open'
         return LAST, writer, mock.patch(what, another_file(resolve_name(what))), 'sizes'
-    return LAST, writer, mock.patch('xhf_hooks.writers.output_file.os.pwrite', lambda fd, data, _: len(data)), 'full'
+    return LAST, writer, mock.patch('xhf_hooks.files.output_file.os.pwrite', lambda fd, data, _: len(data)), 'full'
 
 
 def removed(parent: Path) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from tests.helpers.ranks.launch import HANG_SECS, start_process
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.ranks.collective import Collective
 
 #: About the time of a save of these models; a kill comes at a random instant within a little more than that.
 SAVE_SECS = 0.12

@@ -16,9 +16,9 @@ from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.ranks.processes import environment
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
-from xhf_hooks.background.on_saved import OnSaved
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.runs.ends.on_saved import OnSaved
+from xhf_hooks.runs.telemetry import RunLog
 
 pytestmark = pytest.mark.needs('root', 'xfsprogs and btrfs-progs')
 

@@ -24,7 +24,7 @@ from tests.helpers.faults.network_saves import Way, look
 from tests.helpers.faults.numbered import NAME, tiny_model
 from tests.helpers.ranks.launch import run_ranks
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios_on_rank
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.files.output_file import OutputFile
 
 pytestmark = pytest.mark.needs('MooseFS')
 

@@ -42,7 +42,7 @@ def train(folder: Path, mode: str, method: str) -> None:
     from tests.helpers.models.zoo.llamas import odd_llama
     from tests.helpers.runs.engines import open_run
     from tests.helpers.runs.tiny_checkpoint import iteration
-    from xhf_hooks.writers.output_file import OutputFile
+    from xhf_hooks.files.output_file import OutputFile
 
     dist.init_process_group('gloo')
     level = logging.INFO if dist.get_rank() == 0 else logging.ERROR

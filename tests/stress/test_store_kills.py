@@ -19,10 +19,10 @@ from tests.helpers.ranks.killed import WORLD_SIZE, ending, join_group
 from tests.helpers.ranks.launch import start_process
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.background.upload import Uploads
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.runs.ends.upload import Uploads
 
 pytestmark = pytest.mark.needs('stores')
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs.tallies import plan_of
+from xhf_hooks.files.writer import Writer
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, Placement
-from xhf_hooks.writers.writer import Writer
 
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int) -> Writer:

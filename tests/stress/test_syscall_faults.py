@@ -23,9 +23,9 @@ from tests.helpers.faults.fault_layer import CHANGES, EVERY, KILL, SHORT, fault,
 from tests.helpers.ranks.scenarios import check, error_of
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.ranks.collective import Collective
 
 pytestmark = pytest.mark.needs('root', 'compiler')
 

@@ -23,11 +23,11 @@ from bench.throttle import limited_writes
 from bench.ways import AS_THE_HOOK, ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, META, NO_SAVE, OURS, SYNC, XTUNER
 from tests.helpers.runs.engines import make_saver
 from tests.helpers.runs.fsdp_runs import shard
-from xhf_hooks.collective import Collective
+from xhf_hooks.files.output_file import WriteBehind
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
-from xhf_hooks.saves.save import Saver
-from xhf_hooks.writers.output_file import WriteBehind
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.save import Saver
 
 Tell = Callable[[str], None]
 STEP = Step('iter', 1, 1)

@@ -47,13 +47,13 @@ def measure_model(name: str) -> dict[str, float]:
     import torch
     import transformers
 
-    from xhf_hooks.collective import Collective
     from xhf_hooks.exporters.huggingface import HuggingFaceExporter
     from xhf_hooks.options import SaveOptions
     from xhf_hooks.planning.write_strategy import WriteStrategy
-    from xhf_hooks.saves.save import Saver
-    from xhf_hooks.saves.telemetry import RunLog
-    from xhf_hooks.saves.unwrap import unwrap
+    from xhf_hooks.ranks.collective import Collective
+    from xhf_hooks.runs.save import Saver
+    from xhf_hooks.runs.telemetry import RunLog
+    from xhf_hooks.runs.unwrap import unwrap
 
     kind, fields = MODELS[name]
     config = getattr(transformers, kind)(**fields)
@@ -74,7 +74,7 @@ def measure_model(name: str) -> dict[str, float]:
     log = RunLog(logging.getLogger('bench'), 'start')
     # Without values: no tensor is read before the first save
     with (
-        patch('xhf_hooks.saves.preparation._require_values'),
+        patch('xhf_hooks.runs.preparation._require_values'),
         patch.object(HuggingFaceExporter, 'check_loading', timed),
     ):
         saver = Saver.prepare(

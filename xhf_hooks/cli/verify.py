@@ -26,8 +26,8 @@ from xhf_hooks.options import LORA_MODES
 from xhf_hooks.system.versions import require_packages
 
 if TYPE_CHECKING:
-    from xhf_hooks.verify.compare import Comparison
-    from xhf_hooks.verify.folder import FolderCheck
+    from xhf_hooks.offline.verify.compare import Comparison
+    from xhf_hooks.offline.verify.folder import FolderCheck
 
 #: Exit statuses.
 SAME = 0
@@ -107,12 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace, path: Path) -> tuple[bool, FolderCheck]:
-    from xhf_hooks.verify.folder import verify_folder
+    from xhf_hooks.offline.verify.folder import verify_folder
 
     with progress('reading') as on_progress:
         report = verify_folder(path, workers=args.workers, read=not args.no_read, on_progress=on_progress)
     if args.load and report.is_good:
-        from xhf_hooks.verify.load import check_loading
+        from xhf_hooks.offline.verify.load import check_loading
 
         check_loading(report, base=args.base, trust_remote_code=args.trust_remote_code)
     elif args.load:
@@ -121,9 +121,9 @@ def _check(args: argparse.Namespace, path: Path) -> tuple[bool, FolderCheck]:
 
 
 def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
-    from xhf_hooks.convert import ConvertOptions
-    from xhf_hooks.verify import compare
-    from xhf_hooks.verify.models import open_models
+    from xhf_hooks.offline.convert import ConvertOptions
+    from xhf_hooks.offline.verify import compare
+    from xhf_hooks.offline.verify.models import open_models
 
     options = ConvertOptions(args.config, args.base, args.module, args.lora, trust_remote_code=args.trust_remote_code)
     with TemporaryDirectory(prefix='xhf_hooks_') as scratch, progress('comparing') as on_progress:

@@ -251,7 +251,7 @@ def older_layer_types(config: PretrainedConfig) -> dict[str, str]:
 
 #: Kinds of models that transformers 5.23 writes in another form than transformers 4.57 reads, by ``model_type``, where
 #: nothing in transformers 5 says so: what 4.57 makes of them. It is a last resort, and ends with
-#: assets/older_readers.py, when this package requires transformers 5.
+#: exporters/assets/older_readers.py, when this package requires transformers 5.
 _UNREAD_ALWAYS = {'dbrx': 'refuses fields of attn_config and ffn_config'}
 #: The same of models that were built from a config. Of a base it is known how it was before.
 _UNREAD_IF_BUILT = {

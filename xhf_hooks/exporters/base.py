@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from xhf_hooks.assets.load_tokenizer import CopiedFiles, load_or_copy_tokenizer
-from xhf_hooks.base_model.files import (
+from xhf_hooks.exporters.assets.base_files import (
     LocatedBase,
     base_of_model,
     is_remote_code,
     warn_of_revisions,
 )
+from xhf_hooks.exporters.assets.load_tokenizer import CopiedFiles, load_or_copy_tokenizer
 from xhf_hooks.format.dtypes import cast_float
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.planning.types import ExportEntry, FileSet, Placement, TensorSpec

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_model.files import LocatedBase
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

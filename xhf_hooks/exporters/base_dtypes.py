@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import OptionError
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.format.index import WEIGHTS_NAME, weight_files
 from xhf_hooks.format.safetensors import read_header

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.compat.transformers import converts_weights, without_legacy_names
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.ask_load import ask_load
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.loading_check import as_if_alone
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.format.index import weight_files

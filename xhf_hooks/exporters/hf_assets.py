@@ -10,9 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.assets.older_readers import add_older_fields
-from xhf_hooks.assets.write_tokenizer import copy_processor, write_tokenizer
-from xhf_hooks.base_model.files import LocatedBase, has_auto_class, is_remote_code
 from xhf_hooks.compat.transformers import (
     dtype_field,
     forget_scaling_by_one,
@@ -20,6 +17,9 @@ from xhf_hooks.compat.transformers import (
 )
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, ask_save, has_own_save
+from xhf_hooks.exporters.assets.base_files import LocatedBase, has_auto_class, is_remote_code
+from xhf_hooks.exporters.assets.older_readers import add_older_fields
+from xhf_hooks.exporters.assets.write_tokenizer import copy_processor, write_tokenizer
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.older_tensors import warn_of_older_tensors
 from xhf_hooks.exporters.surroundings import warn_of_not_saved

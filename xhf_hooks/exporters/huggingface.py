@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from xhf_hooks.base_model.files import LocatedBase, is_remote_code
 from xhf_hooks.compat.transformers import keeps_fp32
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, has_own_save
+from xhf_hooks.exporters.assets.base_files import LocatedBase, is_remote_code
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
 from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_base

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from xhf_hooks.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.compat.peft import edits_base, edits_base_again
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.exporters.base import (
     CompositeExporter,
     Export,

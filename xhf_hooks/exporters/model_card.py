@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.base_model.files import LocatedBase
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.loaded_files import PROCESSOR_FILES, TOKENIZER_FILES
 from xhf_hooks.planning.types import Step

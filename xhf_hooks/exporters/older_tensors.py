@@ -1,7 +1,8 @@
 """Warnings about tensors that readers with transformers 4 do not find, or tie, in a save made with transformers 5.
 
 They are about models that were built from a config, of which the installed transformers knows what it reads of older
-files. Tensors of a base are compared with its files (:func:`.warn_of_base`). It ends with assets/older_readers.py.
+files. Tensors of a base are compared with its files (:func:`.warn_of_base`). It ends with
+exporters/assets/older_readers.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.compat.transformers import (
     converts_weights,
     prefixes_left_out,
@@ -18,6 +18,7 @@ from xhf_hooks.compat.transformers import (
     text_config,
 )
 from xhf_hooks.exporters.ask_save import SaveAnswer
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.ties import TIE
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.text import counted, some

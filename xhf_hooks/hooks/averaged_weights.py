@@ -8,8 +8,8 @@ from dataclasses import replace
 from mmengine.hooks import EMAHook, Hook
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.saves.telemetry import RunLog
-from xhf_hooks.saves.unwrap import Unwrapped
+from xhf_hooks.runs.telemetry import RunLog
+from xhf_hooks.runs.unwrap import Unwrapped
 from xhf_hooks.sources import source_for
 
 _OR_LIVE = 'or set ema=False to save the live weights'

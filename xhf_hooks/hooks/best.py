@@ -15,8 +15,8 @@ from mmengine.hooks import CheckpointHook
 from mmengine.logging import MessageHub
 
 from xhf_hooks.errors import OptionError, TargetError
+from xhf_hooks.files.manifest import describe_best
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import describe_best
 
 #: Key in the message hub: folders of the newest saves of this run and of the runs that it was resumed from.
 _FOLDERS_KEY = 'hf_checkpoint_folders'

@@ -19,17 +19,17 @@ from xhf_hooks.format.text import error_text
 from xhf_hooks.hooks.averaged_weights import choose_weights
 from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
 from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
-from xhf_hooks.meta_model import RunConfig
-from xhf_hooks.meta_model.starting_weights import StartingWeights, checkpoints_loaded_over
+from xhf_hooks.offline.model import RunConfig
+from xhf_hooks.offline.model.starting_weights import StartingWeights, checkpoints_loaded_over
 from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
-from xhf_hooks.saves.frontend import RunFrontend
-from xhf_hooks.saves.preflight import manifests_of_targets
-from xhf_hooks.saves.run import Run
-from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.telemetry import RunLog, scalars
-from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.runs.frontend import RunFrontend
+from xhf_hooks.runs.preflight import manifests_of_targets
+from xhf_hooks.runs.run import Run
+from xhf_hooks.runs.run_info import RunInfo
+from xhf_hooks.runs.telemetry import RunLog, scalars
+from xhf_hooks.runs.unwrap import unwrap
 from xhf_hooks.system.child_processes import SignalProofChildren
 
 

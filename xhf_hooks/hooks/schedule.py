@@ -9,7 +9,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.runs.telemetry import RunLog
 
 
 @dataclass(frozen=True)

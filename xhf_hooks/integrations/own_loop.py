@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from xhf_hooks.background.run_end import RunEnd
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import SharedError, TargetError
 from xhf_hooks.options import (
     CallOptions,
@@ -23,10 +21,12 @@ from xhf_hooks.options import (
 )
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.kept_plan import KeptPlan
-from xhf_hooks.saves.run import Run
-from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.ends.run_end import RunEnd
+from xhf_hooks.runs.kept_plan import KeptPlan
+from xhf_hooks.runs.run import Run
+from xhf_hooks.runs.run_info import RunInfo
+from xhf_hooks.runs.unwrap import unwrap
 from xhf_hooks.system.threads import wait_until
 
 if TYPE_CHECKING:

@@ -15,16 +15,16 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError, XhfError
-from xhf_hooks.integrity.manifest import describe_best
+from xhf_hooks.files.manifest import describe_best
 from xhf_hooks.options import CallbackOptions, documents_options, require_apart
 from xhf_hooks.planning.types import Step
-from xhf_hooks.saves.frontend import RunFrontend
-from xhf_hooks.saves.run import Run
-from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.telemetry import RunLog, scalars, show
-from xhf_hooks.saves.unwrap import Unwrapped, unwrap
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.frontend import RunFrontend
+from xhf_hooks.runs.run import Run
+from xhf_hooks.runs.run_info import RunInfo
+from xhf_hooks.runs.telemetry import RunLog, scalars, show
+from xhf_hooks.runs.unwrap import Unwrapped, unwrap
 from xhf_hooks.system.versions import require_packages
 
 

@@ -21,11 +21,11 @@ from xhf_hooks.errors import ModelError, OptionError, XhfError
 from xhf_hooks.options import RunOptions, VerifyLevel, WriterName
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.saves.frontend import RunFrontend
-from xhf_hooks.saves.run import Run
-from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.telemetry import RunLog, show
-from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.runs.frontend import RunFrontend
+from xhf_hooks.runs.run import Run
+from xhf_hooks.runs.run_info import RunInfo
+from xhf_hooks.runs.telemetry import RunLog, show
+from xhf_hooks.runs.unwrap import unwrap
 
 
 class HFCheckpoint(RunFrontend):

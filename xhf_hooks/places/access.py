@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RanksDifferError, TargetError
+from xhf_hooks.files.output_file import FileIdentity, OutputFile, create_file
 from xhf_hooks.format.text import some
 from xhf_hooks.places.checkpoint_folder import TEMPORARY, CheckpointFolder
 from xhf_hooks.places.file_system import new_name
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.writers.output_file import FileIdentity, OutputFile, create_file
+from xhf_hooks.ranks.collective import Collective
 
 #: After each attempt to remove a file that could not be written: rclone's mounts send it after it was closed, and it
 #: comes back.
@@ -57,7 +57,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
 def all_ranks_see(folder: Path, collective: Collective) -> bool:
     """Whether all ranks can open a file that rank 0 makes next to the folder. Runs on: all ranks.
 
-    The inode number must be equal on all ranks: writers identify files by it (writers/output_file.py). NFS, Lustre,
+    The inode number must be equal on all ranks: writers identify files by it (files/output_file.py). NFS, Lustre,
     CephFS, MooseFS and others use the server's number on every host; some FUSE file systems make up their own.
 
     Raises:

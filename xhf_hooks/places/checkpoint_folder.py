@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xhf_hooks.errors import TargetError
-from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.format.safetensors import check_file
-from xhf_hooks.format.text import size_text
-from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import (
+from xhf_hooks.files.check import check_folder
+from xhf_hooks.files.manifest import (
     CommitRecord,
     describe_folder,
     parse_manifest,
     read_manifest,
 )
+from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.format.safetensors import check_file
+from xhf_hooks.format.text import size_text
 from xhf_hooks.places.background_deletion import free_nbytes
 from xhf_hooks.places.file_system import fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock

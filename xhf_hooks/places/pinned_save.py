@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError
+from xhf_hooks.files.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
-from xhf_hooks.integrity.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.places.file_system import clone, new_name
 from xhf_hooks.places.sibling_folders import SiblingFolders
 

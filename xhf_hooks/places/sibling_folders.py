@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from xhf_hooks.errors import TargetError, XhfError
+from xhf_hooks.files.manifest import CommitRecord, FileRecord, Manifest, read_manifest, read_undamaged_manifest
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import some
-from xhf_hooks.integrity.manifest import CommitRecord, FileRecord, Manifest, read_manifest, read_undamaged_manifest
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
 from xhf_hooks.places.retention import Origin, Retention

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
+from xhf_hooks.files.manifest import FileRecord, parse_manifest
 from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.integrity.manifest import FileRecord, parse_manifest
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.retention import Origin, Retention
 from xhf_hooks.system.files import errors_naming

@@ -15,8 +15,8 @@ from xhf_hooks.planning.types import TensorSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    from xhf_hooks.collective import Collective
     from xhf_hooks.planning.spread import Spread
+    from xhf_hooks.ranks.collective import Collective
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class SnapshotMemory:
     available.
 
     Large tensors have the same offset within a page as in their file, so that direct I/O can write them from here
-    (writers/direct.py).
+    (files/direct.py).
     """
 
     def __init__(self) -> None:

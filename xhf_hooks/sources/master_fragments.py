@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import OptionError
 from xhf_hooks.planning.spread import Spread, in_rank_order
+from xhf_hooks.ranks.collective import Collective
 
 #: A rank and the end of its fragment in one number, so that the smallest one is that of the first rank.
 _RANK_FACTOR, _NO_RANK = 2**43, 2**62

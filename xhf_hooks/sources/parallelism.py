@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import ModelError
 from xhf_hooks.model import modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 
 #: The layers that gather what they split. The ones for Conv1D (GPT-2) do not (0.19.6): rows are columns there.

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.compat.torch import rank_and_world_size
 from xhf_hooks.errors import TensorError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.rounds import Portion, portions_of
 from xhf_hooks.planning.types import Chunk, Group, Placement, TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.base import LocalElements, Source
 from xhf_hooks.sources.checks import read_local_elements, require_elements, require_gathered
 from xhf_hooks.sources.host_memory import MemoryMeter, return_freed_memory

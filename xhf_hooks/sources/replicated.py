@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import RanksDifferError
 from xhf_hooks.format.checksum import crc32
 from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.checks import read_local_elements
 

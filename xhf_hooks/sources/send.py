@@ -20,10 +20,10 @@ from itertools import takewhile
 
 import torch
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import TensorError
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, Placement
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.base import Source
 from xhf_hooks.sources.copied import copied_chunks
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize

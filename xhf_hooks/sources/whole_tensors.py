@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xhf_hooks.collective import Collective
 from xhf_hooks.compat.torch import rank_and_world_size
 from xhf_hooks.errors import ModelError
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code
@@ -20,6 +19,7 @@ from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.planning.spread import Spread, mesh_strides, on_one_rank, spread_over
 from xhf_hooks.planning.types import TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.base import LocalElements, Source
 from xhf_hooks.sources.checks import read_local_elements, require_elements
 from xhf_hooks.sources.host_memory import synchronize

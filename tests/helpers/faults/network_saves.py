@@ -15,7 +15,7 @@ from tests.helpers.faults.numbered import NAME, fill, tiny_model
 from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.saves.run import Run
+from xhf_hooks.runs.run import Run
 
 WRITERS = ('positional', 'parallel', 'stream')
 #: How to save: a `save_hf` call each time; many saves of one run; the same in the background.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from xhf_hooks.writers.output_file import OutputFile
+from xhf_hooks.files.output_file import OutputFile
 
 WRITE_SECS = 0.02
 #: What waits longer hangs.

@@ -13,17 +13,17 @@ from torch import nn
 
 from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.zero_config import zero_config
-from xhf_hooks.collective import Collective
 from xhf_hooks.options import RunOptions, SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import CommittedCheckpoint
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.saves.run import Run
-from xhf_hooks.saves.run_info import RunInfo
-from xhf_hooks.saves.save import Saver
-from xhf_hooks.saves.telemetry import RunLog
-from xhf_hooks.saves.unwrap import unwrap
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.run import Run
+from xhf_hooks.runs.run_info import RunInfo
+from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs.telemetry import RunLog
+from xhf_hooks.runs.unwrap import unwrap
 
 if TYPE_CHECKING:
     import deepspeed

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan
-from xhf_hooks.integrity.manifest import parse_manifest
+from xhf_hooks.files.manifest import parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoredSaves, send_file
 from xhf_hooks.planning.plan import WrittenSave

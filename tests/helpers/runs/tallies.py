@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from xhf_hooks.files.tally import Tally
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
-from xhf_hooks.writers.tally import Tally
 
 LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
 

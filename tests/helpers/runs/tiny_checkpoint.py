@@ -5,13 +5,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.files.manifest import CommitRecord, describe_folder
+from xhf_hooks.files.writer import Writer
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import CommitRecord, describe_folder
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenTensor
-from xhf_hooks.writers.writer import Writer
 
 N_TENSORS, N_ELEMENTS = 3, 5
 

@@ -15,9 +15,9 @@ from tests.helpers.models.adapted import around, planned
 from tests.helpers.models.own_classes import CounterConfig, CounterModel
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
-from xhf_hooks.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.errors import AgreedError, BaseModelError, ModelError, OptionError
 from xhf_hooks.exporters import exporter_for
+from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
 from xhf_hooks.planning.types import ExportEntry
 

@@ -44,12 +44,12 @@ from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
-from xhf_hooks.assets.find_tokenizer import find_tokenizer
-from xhf_hooks.base_model.files import base_dirs_of
 from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
+from xhf_hooks.exporters.assets.base_files import base_dirs_of
+from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.sources import source_for
 

@@ -23,14 +23,14 @@ from tests.helpers.models.own_classes import CounterConfig, HasWidth, OfTheScrip
 from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
 from tests.helpers.runs.engines import iteration, make_saver
 from xhf_hooks import save_hf
-from xhf_hooks.assets.find_tokenizer import find_tokenizer
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import AgreedError
+from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.model import module_tensors
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.saves.telemetry import RunLog, warn_of_left_out
-from xhf_hooks.saves.unwrap import Unwrapped
+from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.telemetry import RunLog, warn_of_left_out
+from xhf_hooks.runs.unwrap import Unwrapped
 
 
 def written(exporter: Planned, folder: Path, name: str, tokenizer: Any = None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import set_rope_option
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, NestedLoraExporter, exporter_for
-from xhf_hooks.saves.telemetry import trained_of
+from xhf_hooks.runs.telemetry import trained_of
 
 BF16 = torch.bfloat16
 

@@ -15,9 +15,9 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
-from xhf_hooks.base_model.files import LocatedBase
+from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.model_card import write_model_card
-from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.planning.types import Step
 
 STEP = Step('iter', 1500, 1500)

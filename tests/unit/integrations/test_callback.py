@@ -12,10 +12,10 @@ from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.checks.stored import runs_in
 from tests.helpers.runs import frontends as doors
 from xhf_hooks import HFCheckpointCallback, save_hf
-from xhf_hooks.background import save_requests
 from xhf_hooks.errors import XhfError
-from xhf_hooks.integrity.manifest import read_manifest
+from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.places.store import read_pointer
+from xhf_hooks.runs.ends import save_requests
 
 
 class Outer(TrainerCallback):

@@ -22,9 +22,9 @@ from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
+from xhf_hooks.files.writer import Writer
 from xhf_hooks.integrations.own_loop import OptionsOfCall
-from xhf_hooks.saves import save
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.runs import save
 
 ROOT = Path(__file__).parents[3]
 
@@ -168,7 +168,7 @@ def test_a_process_that_ends_finishes_it(tmp_path):
 import sys, time
 from tests.helpers.models.zoo.llamas import odd_llama
 from xhf_hooks import save_hf
-from xhf_hooks.writers.writer import Writer
+from xhf_hooks.files.writer import Writer
 finish = Writer.finish
 Writer.finish = lambda self: (time.sleep(1), finish(self))[1]
 save_hf(odd_llama(), sys.argv[1], step=int(sys.argv[2]), async_save=True)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs.small_saves import failing
-from xhf_hooks.collective import Collective
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places import access
 from xhf_hooks.places.access import choose_strategy
+from xhf_hooks.ranks.collective import Collective
 
 #: What a mount of an object store refuses.
 CALLS: dict[str, Callable[..., Any]] = {'ftruncate': os.ftruncate, 'pwrite': os.pwrite, 'fsync': os.fsync}

@@ -15,10 +15,10 @@ import pytest
 from tests.helpers.runs.small_saves import LOCK, commit_with, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
 from xhf_hooks.errors import IncompleteError, TargetError
+from xhf_hooks.files import manifest
+from xhf_hooks.files.check import check_folder
+from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity import manifest
-from xhf_hooks.integrity.check import check_folder
-from xhf_hooks.integrity.manifest import read_manifest
 from xhf_hooks.places import background_deletion, checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in

@@ -14,15 +14,15 @@ from torch.distributed import HashStore
 from tests.helpers.faults.hub_server import BUCKET, hub_server
 from tests.helpers.runs.small_saves import publish
 from tests.helpers.runs.tiny_checkpoint import commit_one
-from xhf_hooks.background import upload
-from xhf_hooks.background.upload import start_uploads
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import hub_bucket
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store
 from xhf_hooks.places.store import StoredSaves, read_pointer
-from xhf_hooks.saves.telemetry import RunLog
+from xhf_hooks.runs.ends import upload
+from xhf_hooks.runs.ends.upload import start_uploads
+from xhf_hooks.runs.telemetry import RunLog
 
 URL = f'hf://buckets/{BUCKET}/runs/first'
 

@@ -15,8 +15,8 @@ from fsspec.asyn import AsyncFileSystem
 from tests.helpers.checks.stored import folders_in, keys_in
 from tests.helpers.runs.small_saves import publish, upload
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
+from xhf_hooks.files.manifest import FileRecord
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.integrity.manifest import FileRecord
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
 from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, run_prefix, send_file

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.runs.tallies import together
+from xhf_hooks.files.writer import PIECE_NBYTES, Writer
 from xhf_hooks.format.checksum import count_non_finite
 from xhf_hooks.format.dtypes import TORCH_DTYPES, dtype_code, host_bytes
 from xhf_hooks.format.safetensors import DTYPE_NBYTES
@@ -26,7 +27,6 @@ from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.spread import Axis, Spread, in_rank_order
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.writers.writer import PIECE_NBYTES, Writer
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 NAMES = st.text(st.characters(exclude_categories=['Cs']), min_size=1, max_size=12).filter('__metadata__'.__ne__)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.find import find_checkpoint
+from xhf_hooks.offline.checkpoint.find import find_checkpoint
 
 
 def put(folder: Path, *names: str) -> Path:

@@ -12,9 +12,9 @@ from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.runs.engines import make_saver, save_folder
 from tests.helpers.runs.tiny_checkpoint import iteration
-from xhf_hooks.collective import Collective
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources import WholeTensorsSource
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory
 from xhf_hooks.sources.read import made_from

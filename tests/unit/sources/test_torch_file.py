@@ -18,7 +18,7 @@ from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all, read
 from tests.helpers.runs.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.sources.checkpoint.base_weights import base_weights
+from xhf_hooks.offline.checkpoint.base_weights import base_weights
 
 
 def can_be_saved(dtype: torch.dtype) -> bool:

@@ -14,8 +14,8 @@ import torch
 from tests.helpers.faults.hostile_pickles import HOSTILE, TRACE
 from tests.helpers.runs.torch_zip import write_torch_zip
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.sources.checkpoint.torch_file import load_torch_file
-from xhf_hooks.sources.checkpoint.unpickler import _CONSTRUCTORS, Inert, _Function, as_int
+from xhf_hooks.offline.checkpoint.torch_file import load_torch_file
+from xhf_hooks.offline.checkpoint.unpickler import _CONSTRUCTORS, Inert, _Function, as_int
 
 
 def functions() -> dict:

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from xhf_hooks.errors import RankLostError
-from xhf_hooks.system import rendezvous
-from xhf_hooks.system.rendezvous import wait_for_all_ranks
+from xhf_hooks.ranks import rendezvous
+from xhf_hooks.ranks.rendezvous import wait_for_all_ranks
 
 
 def meet_all(store: dist.Store, world_size: int, late_rank: int) -> list[str]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xhf_hooks.base_model.files import LocatedBase, base_of_model
 from xhf_hooks.compat.transformers import accepted_options, dtype_field, text_config
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.assets.base_files import LocatedBase, base_of_model
 from xhf_hooks.exporters.base import CompositeExporter, ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
 from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter

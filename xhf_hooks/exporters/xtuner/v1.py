@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from xhf_hooks.assets.write_tokenizer import write_tokenizer
-from xhf_hooks.base_model.files import LocatedBase
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.ask_load import ask_load
+from xhf_hooks.exporters.assets.base_files import LocatedBase
+from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
 from xhf_hooks.exporters.hf_assets import compare_vocabulary
 from xhf_hooks.exporters.loading_check import loading_not_checked, require_none

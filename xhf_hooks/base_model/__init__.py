@@ -1,1 +1,0 @@
-"""The base model: its files, in its folder or in the local hub cache."""

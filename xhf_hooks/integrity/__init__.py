@@ -1,1 +1,0 @@
-"""The manifest of a folder, and the checks that saving and xhf-verify share."""

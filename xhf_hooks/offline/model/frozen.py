@@ -1,0 +1,54 @@
+"""Frozen weights that the checkpoint of an adapter lacks: whether the base has those of training, and their dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import nn
+
+from xhf_hooks.compat.peft import edits_base
+from xhf_hooks.exporters.find_model import adapters_in, adapters_in_use
+from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
+from xhf_hooks.model import module_tensors
+from xhf_hooks.offline.model.run_config import RunConfig
+from xhf_hooks.sources.stored_tensors import StoredTensor
+
+
+def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:
+    """The names whose tensors are not trained."""
+    return [name for name, tensor in module_tensors(module) if not tensor.requires_grad and name in names]
+
+
+def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of weights that adapters edit when they are made, as PiSSA and OLoRA do, and the name of the init."""
+    for path, peft_model in adapters_in(module).items():
+        configs = (peft_model.peft_config[name] for name in adapters_in_use(peft_model))
+        inits = [getattr(config, 'init_lora_weights', None) for config in configs]  # other tuners have none
+        for init in filter(edits_base, inits):
+            names = (f'{path}.{name}'.removeprefix('.') for name, _ in peft_model.named_parameters())
+            yield from ((name, str(init)) for name in names if '.base_layer.' in name)
+
+
+def dtype_of_frozen(
+    config: RunConfig | None, stored: Mapping[str, StoredTensor], frozen_names: Collection[str]
+) -> str | None:
+    """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing shows it.
+
+    It is that of frozen weights in the checkpoint; else that in the run's config, with which the model was loaded; else
+    that of a 16-bit adapter. peft makes adapters of 16-bit models in fp32 by default, so fp32 says nothing.
+
+    Args:
+        stored: The tensors of the checkpoint, by each of their names.
+        frozen_names: Names of the frozen tensors.
+    """
+    frozen = Counter(stored[name].dtype for name in frozen_names if is_float(stored[name].dtype))
+    if frozen:
+        return frozen.most_common(1)[0][0]
+    model = {} if config is None or config.model is None else config.model
+    llm = None if 'visual_encoder' in model else model.get('llm')  # which may have another dtype
+    named = (llm.get('torch_dtype') or llm.get('dtype')) if isinstance(llm, Mapping) else None
+    if isinstance(named, str) and named.removeprefix('torch.') in CODES_BY_NAME:
+        return CODES_BY_NAME[named.removeprefix('torch.')]
+    trained = {tensor.dtype for tensor in stored.values() if is_float(tensor.dtype)}
+    return trained.pop() if len(trained) == 1 and trained <= {'BF16', 'F16'} else None

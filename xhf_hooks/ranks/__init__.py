@@ -1,0 +1,1 @@
+"""What connects the ranks: votes, broadcasts, and how ranks find each other."""

@@ -1,1 +1,0 @@
-"""Puts bytes into the staging folder, and adds up what was written."""
