@@ -50,7 +50,6 @@ class Export:
 
     Attributes:
         entries: The tensors to write, in the order of ``save_pretrained``.
-        left_out: Tensors of the source that are intentionally not written.
         adapter_base_tensors: The tensors of a model whose adapter is written alone. That the base is left out goes
             without saying, unless training changes it.
         combine_nbytes: Largest allocation of one call of an entry's ``combine``, in bytes.
@@ -58,7 +57,6 @@ class Export:
     """
 
     entries: tuple[ExportEntry, ...]
-    left_out: tuple[str, ...] = ()
     adapter_base_tensors: frozenset[str] = frozenset()
     combine_nbytes: int = 0
     n_parameters: int | Mapping[str, Any] | None = None
@@ -191,10 +189,8 @@ class CompositeExporter(Exporter[CompositeExport]):
             for entry in parts[folder].entries:
                 inside = '/'.join(filter(None, (folder, entry.file_set.folder)))
                 entries.append(replace(entry, file_set=replace(entry.file_set, folder=inside)))
-        left_out = [set(part.left_out) for part in parts.values()]
         return CompositeExport(
             entries=tuple(entries),
-            left_out=tuple(spec.name for spec in request.specs if all(spec.name in names for names in left_out)),
             adapter_base_tensors=frozenset().union(*(part.adapter_base_tensors for part in parts.values())),
             combine_nbytes=max(part.combine_nbytes for part in parts.values()),
             n_parameters={folder: part.n_parameters for folder, part in parts.items()},
@@ -229,6 +225,12 @@ class CompositeExporter(Exporter[CompositeExport]):
 def names_read_by(entries: Iterable[ExportEntry]) -> set[str]:
     """Names of the source tensors that the entries are made of."""
     return {name for entry in entries for name in entry.reads}
+
+
+def names_left_out(specs: Iterable[TensorSpec], entries: Iterable[ExportEntry]) -> list[str]:
+    """Names of the source tensors of which nothing is written, whatever exporter made the entries."""
+    read = names_read_by(entries)
+    return [spec.name for spec in specs if spec.name not in read]
 
 
 def unchanged_entries(tensors: Mapping[str, TensorSpec], dtype: str | None, files: FileSet) -> list[ExportEntry]:

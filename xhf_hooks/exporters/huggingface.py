@@ -136,10 +136,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         if request.carry_base is not None:
             copied = entries_to_copy([entry.hf_name for entry in entries], reference.model, self.base_model)
         surroundings = ask_surroundings(request, self._path, names_read_by(entries))
-        read_names = names_read_by((*entries, *surroundings.entries))
         return HuggingFaceExport(
             entries=(*entries, *copied, *surroundings.entries),
-            left_out=tuple(spec.name for spec in request.specs if spec.name not in read_names),
             combine_nbytes=computing_nbytes(entries, replaced),
             n_parameters=reference.model.num_parameters() if _writes_n_parameters() else None,
             reference=reference,

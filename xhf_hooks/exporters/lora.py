@@ -19,7 +19,6 @@ from xhf_hooks.exporters.base import (
     Export,
     Exporter,
     ExportRequest,
-    names_read_by,
     specs_below,
     unchanged_entries,
 )
@@ -152,10 +151,8 @@ class AdapterExporter(Exporter[AdapterExport]):
                 f"Name their modules in the LoraConfig's modules_to_save, freeze them, or set lora to 'merge'"
             )
         surroundings = ask_surroundings(request, self._path, read)
-        read.update(names_read_by(surroundings.entries))
         return AdapterExport(
             entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *surroundings.entries),
-            left_out=tuple(spec.name for spec in specs if spec.name not in read),
             adapter_base_tensors=frozenset(spec.name for spec in own.values()),
             embedding_rows=max((rows[key] for key in embeddings if key in rows), default=None),
             head_rows=rows.get(id(output_embedding(self._model))),

@@ -9,7 +9,7 @@ from typing import Any
 
 from xhf_hooks.errors import ModelError, PlanError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_left_out, names_read_by
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
 from xhf_hooks.options import SaveOptions, parse_size
@@ -51,9 +51,8 @@ class Preparation:
 
     @cached_property
     def left_out(self) -> list[str]:
-        """The tensors of the source that the exporter writes nothing of, whatever its class."""
-        read_names = names_read_by(self.export.entries)
-        return [spec.name for spec in self.specs if spec.name not in read_names]
+        """The tensors of the source that the exporter writes nothing of."""
+        return names_left_out(self.specs, self.export.entries)
 
 
 def bucket_nbytes_of(options: SaveOptions) -> int:

@@ -170,6 +170,12 @@ class Planned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.export if hasattr(self.export, name) else self.exporter, name)
 
+    @property
+    def left_out(self) -> list[str]:
+        from xhf_hooks.exporters.base import names_left_out
+
+        return names_left_out(self.request.specs, self.export.entries)
+
     def check_loading(self, placements: Sequence[Any]) -> list[str]:
         return self.exporter.check_loading(self.export, placements)
 

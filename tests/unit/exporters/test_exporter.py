@@ -56,7 +56,7 @@ def test_names_outside_are_not_cut_and_are_not_in_the_model(tmp_path):
     reads = {entry.hf_name: entry.reads for entry in entries}
     assert reads.pop('model.embed_tokens.weight') == ('a.weight',)
     assert reads == {name: (f'llm.{name}',) for name in reads}
-    assert planned(model).left_out == ('llm_frozen.weight', 'llm_frozen.bias')
+    assert planned(model).left_out == ['llm_frozen.weight', 'llm_frozen.bias']
 
 
 def test_undeclared_tie_is_written_under_both_names():

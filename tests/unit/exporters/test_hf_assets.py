@@ -178,7 +178,7 @@ def test_what_surrounds_the_exported_model(with_weights, tmp_path):
         weight = torch.ones(4, 4)
         (half,) = [one for one in around if one.hf_name == 'weight']
         assert torch.equal(half.combine({'2.weight': weight})['weight'], weight / 2)
-    assert warnings == [] and exporter.left_out == ()
+    assert warnings == [] and exporter.left_out == []
     assert {name: dict(vars(module)) for name, module in whole.named_modules()} == before
 
 

@@ -217,9 +217,7 @@ class _HeadedAdapterExporter(AdapterExporter):
         ]
         named = {f'{_IN_ADAPTER}.{self._head}.{name}': spec for name, spec in head.items()}
         entries += unchanged_entries(named, request.dtype, ADAPTER_FILES)
-        written = {spec.name for spec in head.values()}
-        left_out = tuple(name for name in export.left_out if name not in written)
-        return replace(export, entries=tuple(entries), left_out=left_out)
+        return replace(export, entries=tuple(entries))
 
 
 def has_head(model: nn.Module) -> bool:

@@ -88,7 +88,6 @@ class XtunerV1Exporter(Exporter[XtunerV1Export]):
         embeddings = [one for one in entries if one.hf_name.endswith('embed_tokens.weight')]
         return XtunerV1Export(
             entries=tuple(entries),
-            left_out=tuple(spec.name for spec in request.specs if spec.name not in own),
             combine_nbytes=computing_nbytes(entries, computed),
             embedding_rows=embeddings[0].shape[0] if embeddings else None,
         )

@@ -10,7 +10,7 @@ from torch import nn
 from xhf_hooks.compat.peft import edits_base_again
 from xhf_hooks.errors import CheckpointError, OptionError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.base import ExportRequest
+from xhf_hooks.exporters.base import ExportRequest, names_left_out
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, some
@@ -89,7 +89,7 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
     of_base = _by_name(match.tensors[name] for name in match.lent)
     quantized = [name for name in match.lent if name in named.quantized & read]
     silent = {*match.lacking, *export.adapter_base_tensors}
-    left_out = [name for name in export.left_out if name not in silent]
+    left_out = [name for name in names_left_out(match.specs, export.entries) if name not in silent]
     warnings = [
         *(*checkpoint.warnings, *weights_notes, *named.notes, *match.notes, *match.notes_on_lent(read)),
         *(*notes_on_others, *exporter.notes),
