@@ -13,7 +13,15 @@ from mmengine.registry import HOOKS, DefaultScope, Registry
 from xhf_hooks import HFCheckpointHook, _build_hook, save_hf
 from xhf_hooks.errors import OptionError
 from xhf_hooks.integrations.transformers import HFCheckpointCallback
-from xhf_hooks.options import CallbackOptions, CallOptions, HookOptions, require_apart, require_uploads_apart
+from xhf_hooks.offline.convert.conversion import ConvertOptions
+from xhf_hooks.options import (
+    CallbackOptions,
+    CallOptions,
+    HookOptions,
+    SaveOptions,
+    require_apart,
+    require_uploads_apart,
+)
 from xhf_hooks.registry import register_hook
 
 BAD = {
@@ -219,3 +227,13 @@ def test_uploads_do_not_go_where_saves_go(tmp_path):
                 require_uploads_apart(url, out_dir)
     for url in (f'file://{tmp_path}', f'file://{tmp_path}/a b/store', 's3://bucket/a b', 'memory://a'):
         require_uploads_apart(url, out_dir)
+
+
+#: What a hook does in the course of a run, or between ranks. A conversion takes the tokenizer beside the checkpoint.
+NOT_OF_CONVERSIONS = {'tokenizer', 'bucket_size', 'writer', 'max_keep_ckpts', 'keep_every', 'async_save'}
+
+
+def test_xhf_convert_has_the_options_of_what_a_save_holds():
+    of_saves = {option.name for option in fields(SaveOptions)} - NOT_OF_CONVERSIONS
+    of_conversions = {option.name.replace('max_shard_nbytes', 'max_shard_size') for option in fields(ConvertOptions)}
+    assert of_saves - of_conversions == set()

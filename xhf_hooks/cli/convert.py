@@ -68,6 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    # The help fits two screens of 24 lines, at 80 columns
     add = parser.add_argument_group('which model').add_argument
     add('--config', type=Path, metavar='CFG', help="the run's config; default: in or beside the checkpoint")
     add(

@@ -212,5 +212,7 @@ def test_type_checkers_know_what_a_call_returns(tmp_path):
 
 
 def test_the_options_that_type_checkers_know_are_those_of_the_call():
-    options = {*inspect.signature(save_hf).parameters} - {'model', 'out_dir', 'async_save'}
-    assert {*OptionsOfCall.__annotations__} == options
+    parameters = inspect.signature(save_hf).parameters.values()
+    options = {one.name: one.annotation for one in parameters if one.name not in ('model', 'out_dir', 'async_save')}
+    known = {name: one.__forward_arg__ for name, one in OptionsOfCall.__annotations__.items()}
+    assert known == options
