@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ def input_embedding(model: nn.Module) -> torch.Tensor | None:
     if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):  # of images or sound
         return None
     # peft's wrapper of trained tokens would compute a weight, of slices with ZeRO-3 or FSDP
-    return getattr(getattr(layer, 'token_adapter', layer), 'weight', None)
+    return _weight_of(getattr(layer, 'token_adapter', layer))
 
 
 def token_embeddings(model: nn.Module) -> list[torch.Tensor]:
@@ -95,9 +96,17 @@ def token_embeddings(model: nn.Module) -> list[torch.Tensor]:
 def output_embedding(model: nn.Module) -> torch.Tensor | None:
     """The weight of a transformers model's language-modelling head; None if it has none."""
     try:
-        return getattr(model.get_output_embeddings(), 'weight', None)
+        return _weight_of(model.get_output_embeddings())
     except (NotImplementedError, AttributeError):
         return None
+
+
+def _weight_of(layer: Any) -> torch.Tensor | None:
+    """The weight of a layer, at ZeRO-3 as it is now."""
+    # While training is in a forward, DeepSpeed gathers what its dict of parameters is asked for by [] (ZeROOrderedDict
+    # in runtime/zero/parameter_offload.py): a thread that saves meanwhile would communicate alone. get() does not
+    parameters = getattr(layer, '_parameters', {})
+    return parameters.get('weight') if 'weight' in parameters else getattr(layer, 'weight', None)
 
 
 def model_class(model: nn.Module) -> type[nn.Module]:

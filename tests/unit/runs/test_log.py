@@ -104,7 +104,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
         strategy=strategy,
         background=None,
         collective=SimpleNamespace(world_size=world_size),
-        unwrapped=SimpleNamespace(root=None),
+        unwrapped=SimpleNamespace(model=None),
     )
     log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []

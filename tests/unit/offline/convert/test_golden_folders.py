@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from tests.helpers.checks.converted import convert
-from tests.helpers.ranks.launch import run_ranks
+from tests.helpers.ranks.launch import REPO_ROOT, run_ranks
 from tests.helpers.runs.hook_runs import refusal_of, saves
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks.cli import verify
 from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.system.versions import version_numbers
 
-FOLDERS = Path(__file__).parents[2] / 'golden' / 'folders'
+FOLDERS = REPO_ROOT / 'tests' / 'golden' / 'folders'
 RECORDS: dict[str, dict[str, Any]] = {
     file.parent.name: json.loads(file.read_text()) for file in sorted(FOLDERS.glob('*/golden.json'))
 }
+assert len(RECORDS) > 10, FOLDERS
 CONVERSIONS = [(name, expected) for name, record in RECORDS.items() for expected in record.get('conversions', ())]
 #: Name of the golden folder, and the save in it.
 SAVES = [
