@@ -54,7 +54,9 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     from huggingface_hub import ModelCardData
 
     config = strict_json.read(folder / 'config.json')
-    kind = next(iter(config.get('architectures') or ()), '')
+    # transformers 4.57 writes the class of Qwen2-VL and Qwen2.5-VL into the text model's part
+    parts = (config, config.get('text_config') or {})
+    kind = next((name for part in parts for name in part.get('architectures') or ()), '')
     if not kind:
         return
     auto_class, task = _find_auto_class(kind, config)

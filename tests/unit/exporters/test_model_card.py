@@ -157,6 +157,9 @@ def test_none_is_written_where_there_is_one_or_none_is_wanted_or_no_library_load
         write_model_card(each, LocatedBase(), STEP)
     assert (folder / 'README.md').read_text() == 'mine' and not (tmp_path / 'empty' / 'README.md').exists()
     assert not (of_no_class / 'README.md').exists()
+    in_a_part = {'model_type': 'qwen2_vl', 'text_config': {'architectures': ['Qwen2VLForConditionalGeneration']}}
+    write_model_card(folder_with(tmp_path / 'in_a_part', in_a_part), LocatedBase(), STEP)  # of transformers 4.57
+    assert '# Qwen2VLForConditionalGeneration' in (tmp_path / 'in_a_part' / 'README.md').read_text()
     committed = save_hf(build('llama'), tmp_path / 'hf_model', model_card=False)
     assert not (committed.path / 'README.md').exists()
 
