@@ -67,7 +67,7 @@ _SETTINGS = dict(
     pretrained_pth=None,
 )
 #: The end of every config, and of those that train on Alpaca, on pairs, or with 4 bits.
-_SMALL = f"""
+SMALL = f"""
 train_cfg = dict(type=TrainLoop, max_iters={LAST})
 param_scheduler = None
 env_cfg['dist_cfg']['backend'] = 'gloo'
@@ -337,7 +337,7 @@ class Runs:
         )
         for setting, value in settings.items():
             text = re.sub(rf'^{setting} = .*$', f'{setting} = {value!r}', text, flags=re.MULTILINE)
-        text += _SMALL + _SMALL_HOOKS * (launch.config in SHIPPED)
+        text += SMALL + _SMALL_HOOKS * (launch.config in SHIPPED)
         for kind, more in (('alpaca', _ALPACA), ('dpo', _PAIRS), ('qlora', _IN_BFLOAT16)):
             text += more if kind in launch.config else ''
         return text + launch.more.format(name=name) if '{name}' in launch.more else text + launch.more

@@ -40,6 +40,7 @@ from tests.e2e.xtuner_stack.launches import (
     QLORA,
     QWEN,
     RUNS,
+    SMALL,
     WITHOUT_DEEPSPEED,
     export_of,
     log_of,
@@ -345,11 +346,22 @@ def test_converted_and_read_where_transformers_is_new(runs, tmp_path):
             torch.testing.assert_close(logits[name], logits_of(export_of(work_dir)), rtol=1e-4, atol=1e-4)
 
 
-def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch):
-    """The lazy config that the user wrote is read, and what it imports is not imported."""
+def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch, capsys):
+    """The lazy config that the user wrote is read, and what it imports is not imported. One with edits is refused."""
+    from xhf_hooks.cli.convert import main
+
     monkeypatch.chdir(runs.root)
-    work_dir = runs.work_dir(FULL)
-    found = convert(work_dir / f'iter_{FIRST}.pth', tmp_path / 'out', '--config', runs.root / f'{FULL}.py')
+    work_dir, plain = runs.work_dir(FULL), tmp_path / 'plain.py'
+    checkpoint, written = work_dir / f'iter_{FIRST}.pth', runs.small_config(FULL)
+    edited = runs.root / f'{FULL}.py'
+    assert edited.read_text() == written and SMALL in written
+    assert main([str(checkpoint), str(tmp_path / 'out'), '--config', str(edited)]) == 2
+    told = (
+        f'is no plain assignment, and is not run; leave --config out: {checkpoint} has the config that MMEngine dumped'
+    )
+    assert told in capsys.readouterr().err
+    plain.write_text(written[: written.index(SMALL)])
+    found = convert(checkpoint, tmp_path / 'out', '--config', plain)
     assert json.loads((found / 'xhf_manifest.json').read_text())['iteration'] == FIRST
     for name in ('config.json', 'tokenizer_config.json', 'generation_config.json'):
         assert (found / name).read_bytes() == (export_of(work_dir) / name).read_bytes()
