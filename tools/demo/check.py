@@ -21,7 +21,7 @@ PROMPT = """class Stack(Queue):
     def _init(self, maxsize):
 """
 NEW_TOKENS = 56
-MOST_LINES = 13
+MOST_LINES = 9
 LEAST_FALL = 0.5  # of the first logged loss
 NEXT = """\
 == what to type next, in this environment (source tools/env.sh && use_env .venv) or your own (pip install .)
@@ -36,7 +36,7 @@ NEXT = """\
 
 
 def write(folder: Path) -> str:
-    """Load the folder and return the prompt with the model's continuation: whole lines, up to the end of the class."""
+    """Load the folder and return the prompt with the model's continuation: lines of the class, whole ones."""
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -51,7 +51,7 @@ def write(folder: Path) -> str:
     text = tokenizer.decode(output[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     first, *lines = text.splitlines()[:-1]
     of_class = takewhile(lambda line: line.startswith(' ') or not line, lines)
-    return '\n'.join([first, *of_class][:MOST_LINES]).rstrip()
+    return '\n'.join([first, *(line for line in of_class if line.strip())][:MOST_LINES])
 
 
 def main() -> None:
