@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def find_arguments(
-    kind: type[PreTrainedModel], differences_with: Callable[[Mapping[str, Any]], Problems]
+    kind: type[PreTrainedModel], without: Problems, differences_with: Callable[[Mapping[str, Any]], Problems]
 ) -> dict[str, Any] | None:
     """The keyword arguments with which a class builds the trained model; None if there are none.
 
@@ -23,10 +23,11 @@ def find_arguments(
     stays.
 
     Args:
+        without: How the trained model differs from what the class builds without arguments.
         differences_with: Builds the class with some keyword arguments, and compares it with the trained model.
     """
     arguments: dict[str, Any] = {}
-    n_left = _count(differences_with(arguments))
+    n_left = _count(without)
     for one in inspect.signature(kind.__init__).parameters.values():
         if n_left and type(one.default) is bool:
             n_with = _count(differences_with({**arguments, one.name: not one.default}))

@@ -85,7 +85,7 @@ def find_reference(
         except Exception:  # of any type, from custom code
             return without
 
-    arguments = find_arguments(kind, differences_with) or {}
+    arguments = find_arguments(kind, without, differences_with) or {}
     if not arguments:
         _require_no_difference(without, f'{type(model).__name__}, from the model at {where or "the root"!r},')
     return Reference(build(config, arguments), config, arguments, without)

@@ -167,14 +167,17 @@ def arguments_of(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> 
     """
     shapes = {name: tensor.shape for name, tensor in stored.items()}
 
+    def differences_of(built: nn.Module) -> Problems:
+        return differences(shapes, {name: tuple(tensor.shape) for name, tensor in module_tensors(built)})
+
     def differences_with(arguments: Mapping[str, Any]) -> Problems:
         name = type(model).__name__
         built = build(copy.deepcopy(model.config), name, trust_remote_code=False, arguments=arguments)
-        return differences(shapes, {name: tuple(tensor.shape) for name, tensor in module_tensors(built)})
+        return differences_of(built)
 
     if type(model) is not class_named(type(model).__name__) or shapes.keys() >= dict(module_tensors(model)).keys():
         return {}
-    return find_arguments(type(model), differences_with) or {}
+    return find_arguments(type(model), differences_of(model), differences_with) or {}
 
 
 def generation_config_in(folder: str) -> GenerationConfig:
