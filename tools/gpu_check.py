@@ -24,12 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.engines import Saver
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.options import parse_size
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.preflight import reserve_snapshot
 
 STEPS_MEANWHILE = 2
 SMALL = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_key_value_heads=16)
@@ -78,9 +79,9 @@ def save(training: Training, writer: str, in_background: bool, bucket_nbytes: in
     reference, folder = out / 'reference', CheckpointFolder(out / 'hf_model', 1)
     training.save_pretrained(reference)
     how = dict(bucket_size=bucket_nbytes, max_shard_size=training.shard_nbytes, in_background=in_background)
-    saver = make_saver(training.engine, Collective.connect(), writer=writer, **how)
+    saver = Saver(training.engine, Collective.connect(), writer=writer, **how)
     if in_background:
-        saver.reserve_snapshot()
+        reserve_snapshot(saver.context)
     if training.device.type == 'cuda':
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -309,7 +309,7 @@ class _Options:
 
 @dataclass(eq=False)
 class SaveOptions(_Options):
-    """What is saved and how. Every frontend has these options; a :class:`xhf_hooks.runs.save.Saver` needs no more.
+    """What is saved and how. Every frontend has these options; a :class:`.SaveContext` needs no more.
 
     Attributes hold checked values: sizes in bytes, dtypes as safetensors codes.
     """
@@ -410,6 +410,16 @@ class SaveOptions(_Options):
         '(In Orbax: ``EveryNSteps`` with ``exact_interval=False``.)',
         _at_least(1),
     )
+
+    @property
+    def max_shard_nbytes(self) -> int:
+        """The size of the largest file of weights."""
+        return parse_size(self.max_shard_size)
+
+    @property
+    def bucket_nbytes(self) -> int:
+        """The size of a bucket: half of ``bucket_size``, since one is gathered while another waits for the disk."""
+        return max(1, parse_size(self.bucket_size) // 2)
 
 
 @dataclass(eq=False)

@@ -27,8 +27,9 @@ from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.ranks.collective import Collective
-from xhf_hooks.runs import save
-from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs import save_context
+from xhf_hooks.runs.save import Save
+from xhf_hooks.runs.save_context import SaveContext
 
 INTERRUPTED_AT, LAST = 3, 4
 
@@ -123,7 +124,7 @@ def call_again(root: Path) -> list[Any]:
     if dist.get_rank() == 0:
         (folder / 'thesis.tex').unlink()
     dist.barrier()
-    for owner, name in ((Saver, 'prepare'), (save, 'prepare_saves'), (Saver, 'save'), (Writer, 'finish')):
+    for owner, name in ((SaveContext, 'open'), (save_context, 'prepare_saves'), (Save, 'begin'), (Writer, 'finish')):
         with mock.patch.object(owner, name, side_effect=interrupt_all):
             told.append('KeyboardInterrupt' in raised_by(lambda: save_hf(model, folder)))
         dist.barrier()
@@ -149,7 +150,7 @@ def handle_again(root: Path) -> list[Any]:
         handle = save_hf(model, folder, step=2, async_save=True)
         told.append(error_of(handle.result))
     told.append(save_hf(model, root / 'after', step=3, async_save=True).result().step.iteration)
-    with mock.patch.object(Saver, 'start', side_effect=KeyboardInterrupt):
+    with mock.patch.object(Save, 'copy_and_continue', side_effect=KeyboardInterrupt):
         told.append(raised_by(lambda: save_hf(model, root / 'after', step=4, async_save=True)))
     dist.barrier()
     told.append(save_hf(model, root / 'after', step=5, async_save=True).result().step.iteration)

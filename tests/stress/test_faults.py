@@ -31,7 +31,7 @@ from tests.helpers.faults.fault_layer import fault, launch, no_exchange
 from tests.helpers.faults.numbered import fill
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, error_of
-from tests.helpers.runs.engines import make_saver, save_folder
+from tests.helpers.runs.engines import Saver, save_folder
 from tests.helpers.runs.tiny_checkpoint import iteration
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.files.output_file import OutputFile
@@ -80,7 +80,7 @@ class Run:
         with deepspeed.zero.Init(config_dict_or_path=zero_config(3), dtype=torch.bfloat16):
             self.model = odd_llama(tied=True)
         options = {'bucket_size': 10_000, 'max_shard_size': 30_000, **options}
-        self.saver = make_saver(self.model, self.collective, writer=writer, **options)
+        self.saver = Saver(self.model, self.collective, writer=writer, **options)
         self.folder = CheckpointFolder(parent / 'hf_model', 1)
         with self.collective.stage('claim'):
             if self.collective.rank == 0:
@@ -224,7 +224,7 @@ def permissions(parent: Path) -> set[tuple[str, str, int, bool]]:
     try:
         run = Run(parent)
         tokenizer = Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
-        run.saver.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        run.saver.context.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         assert run.save(1) == ''
         run.collective.raise_if_any_failed('test')
         paths = [run.folder.path, *run.folder.path.rglob('*')]
@@ -246,7 +246,7 @@ def few_open_files(parent: Path) -> list[str]:
     n_open = len(os.listdir('/proc/self/fd'))
 
     def save_many_files(number: int) -> None:
-        run.saver = make_saver(run.model, run.collective, writer='positional', max_shard_size=100)
+        run.saver = Saver(run.model, run.collective, writer='positional', max_shard_size=100)
         run.saver.save(run.folder, iteration(number))
 
     fill(run.model, 2)

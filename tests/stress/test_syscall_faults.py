@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.helpers.checks.assert_intact import check_all, hidden, weight_of
 from tests.helpers.faults.fault_layer import CHANGES, EVERY, KILL, SHORT, fault, launch, no_exchange
 from tests.helpers.ranks.scenarios import check, error_of
-from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.engines import Saver
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.errors import XhfError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -49,7 +49,7 @@ class SmallRun:
 
     def make_saver(self) -> None:
         """In each process: a forked child has none of its threads."""
-        self.saver = make_saver(self.model, self.alone, max_shard_size=2500, writer='positional')
+        self.saver = Saver(self.model, self.alone, max_shard_size=2500, writer='positional')
 
     def folder(self) -> CheckpointFolder:
         return CheckpointFolder(self.parent / NAME, self.max_keep)

@@ -21,13 +21,13 @@ from bench.measuring import clear, measure
 from bench.peers import PEERS, DcpPeer, Floors, MetaPeer, xtuner_way
 from bench.throttle import limited_writes
 from bench.ways import AS_THE_HOOK, ASYNC, BUCKET_NBYTES, DCP, FLAT, HSDP, META, NO_SAVE, OURS, SYNC, XTUNER
-from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.engines import Saver
 from tests.helpers.runs.fsdp_runs import shard
 from xhf_hooks.files.output_file import WriteBehind
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
-from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs.preflight import reserve_snapshot
 
 Tell = Callable[[str], None]
 STEP = Step('iter', 1, 1)
@@ -48,7 +48,7 @@ def saver_of(model: nn.Module, writer: str, in_background: bool = False) -> Save
     """A saver of a bf16 model, whose file sizes do not depend on the writer."""
     shard_nbytes = 2 * n_parameters(model) // (FILES_PER_RANK * dist.get_world_size())
     how = dict(bucket_size=BUCKET_NBYTES, max_shard_size=shard_nbytes, in_background=in_background)
-    return make_saver(model, Collective.connect(), writer=writer, **how)
+    return Saver(model, Collective.connect(), writer=writer, **how)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ class Training:
 def bench_stall(engine: nn.Module, job: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
     """Measure in turns how long a save stops training, and how much it slows it meanwhile."""
     saver, target = saver_of(engine, 'positional', in_background=True), CheckpointFolder(folder, 1)
-    saver.reserve_snapshot()
+    reserve_snapshot(saver.context)
     training = Training(engine)
 
     def one(way: str) -> Figures:

@@ -51,7 +51,7 @@ def measure_model(name: str) -> dict[str, float]:
     from xhf_hooks.options import SaveOptions
     from xhf_hooks.planning.write_strategy import WriteStrategy
     from xhf_hooks.ranks.collective import Collective
-    from xhf_hooks.runs.save import Saver
+    from xhf_hooks.runs.save_context import SaveContext
     from xhf_hooks.runs.telemetry import RunLog
     from xhf_hooks.runs.unwrap import unwrap
 
@@ -77,11 +77,11 @@ def measure_model(name: str) -> dict[str, float]:
         patch('xhf_hooks.runs.preparation._require_values'),
         patch.object(HuggingFaceExporter, 'check_loading', timed),
     ):
-        saver = Saver.prepare(
+        context = SaveContext.open(
             unwrap(model), SaveOptions(), Collective.connect(), log, strategy=WriteStrategy.POSITIONAL
         )
     return {
-        'tensors': len(saver.plan.placements),
+        'tensors': len(context.plan.placements),
         'imports_and_model_secs': built - began,
         'seconds': time.perf_counter() - built,
         'cpu_secs': time.process_time() - cpu,

@@ -25,10 +25,10 @@ from bench.saves import STEP, Tell, Training, saver_of
 from bench.throttle import limited_sending
 from bench.ways import UPLOAD, UPLOAD_BOTO3
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
+from tests.helpers.runs.engines import Saver
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.ends.upload import Uploads, start_uploads
-from xhf_hooks.runs.save import Saver
 
 _UPLINK_NBYTES_PER_SEC = 40 * 10**6
 _UPLINK_BESIDE_TRAINING = 10 * 10**6
@@ -62,7 +62,7 @@ def begun_run(
     saver.save(target, STEP)
     store = {'endpoint_url': url}
     with patch('xhf_hooks.runs.ends.upload.run_prefix', lambda timestamp: 'run'):  # as the server was told
-        uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.log)
+        uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.context.log)
     uploads.prepare()
 
     def is_over(within_secs: float = 0.0) -> bool:

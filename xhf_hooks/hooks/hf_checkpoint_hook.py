@@ -83,6 +83,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         live = replace(unwrap(runner.model, _wrappers()), run_config=runner.cfg)
         unwrapped = choose_weights(live, runner.hooks, self, ema=options.ema, log=log)
         info = RunInfo(
+            unwrapped,
             out_dir,
             schedule=None if self._schedule.interval <= 0 else str(self._schedule),
             tokenizer=runner.cfg.get('tokenizer'),
@@ -97,7 +98,6 @@ class HFCheckpointHook(RunFrontend, Hook):
             extra_suffixes=[] if self._best is None else self._best.suffixes(),
         )
         self._run = Run.open(
-            unwrapped,
             info,
             options,
             log,

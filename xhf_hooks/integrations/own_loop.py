@@ -166,10 +166,8 @@ def save_hf(
         kept = KeptPlan.of(model, collective)
         log = kept.log
         log.said = kept.said
-        info = RunInfo(path, schedule='now')
-        run = Run.open(
-            unwrap(model), info, options, log, on_committed=committed.append, collective=collective, kept=kept
-        )
+        info = RunInfo(unwrap(model), path, schedule='now')
+        run = Run.open(info, options, log, on_committed=committed.append, collective=collective, kept=kept)
         run.newest.is_for_save_hf = True
         log.said = None  # what a save finds, such as NaN, is logged each time
         try:

@@ -74,8 +74,8 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
             out_dir = out_dir.parent / trial / out_dir.name
             options.upload_to = None if options.upload_to is None else f'{options.upload_to}/{trial}'
         self._run = Run.open(
-            _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
             RunInfo(
+                _unwrap(kwargs['model'], kwargs.get('optimizer'), args),
                 out_dir,
                 self._when(args, state),
                 kwargs.get('processing_class'),

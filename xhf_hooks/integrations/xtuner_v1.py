@@ -85,8 +85,8 @@ class HFCheckpoint(RunFrontend):
             return
         self._trainer, engine, tokenizer = trainer, trainer._engine, trainer.tokenizer
         self._run = Run.open(
-            unwrap(engine.model),
             RunInfo(
+                unwrap(engine.model),
                 Path(trainer.exp_dir, 'hf'),  # for its lock alone: each save has a folder of its own
                 f'every {trainer._hf_interval} steps and at the end, as XTuner V1 does, to hf-STEP',
                 tokenizer if hasattr(tokenizer, 'save_pretrained') else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xhf_hooks.exporters.assets.base_files import base_dirs_of
 from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
 from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
@@ -15,15 +16,15 @@ from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.runs.ends.upload import Uploads
 from xhf_hooks.runs.run_info import RunInfo
-from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs.save_context import SaveContext
 from xhf_hooks.runs.telemetry import table, trained_of
+from xhf_hooks.sources.send import Snapshot
 from xhf_hooks.system.files import errors_naming
 
 
 def preflight(
-    saver: Saver,
+    context: SaveContext,
     targets: Sequence[CheckpointFolder],
-    bases: Sequence[str],
     uploads: Uploads | None,
     info: RunInfo,
 ) -> None:
@@ -31,33 +32,38 @@ def preflight(
 
     Args:
         targets: Where saves go; the first is the target of the newest save.
-        bases: Folders or hub names of the models that training starts from.
         info: What the frontend knows of the run.
 
     Raises:
         AgreedError: Saves will not work.
     """
-    collective, log = saver.collective, saver.log
+    collective, log = context.collective, context.log
     with collective.stage('preflight'):
         if collective.rank == 0:
             prepare_targets(
                 log,
                 targets,
-                saver.plan.nbytes,
-                bases,
+                context.plan.nbytes,
+                base_dirs_of(info.unwrapped.model),
                 remove_leftovers_in=info.remove_leftovers_in,
                 may_replace=info.may_replace,
             )
-            if not saver.is_planned_before:
-                _find_tokenizer(saver, info.tokenizer)
-                for warning in _write_assets_on_trial(saver, targets[0]):
+            if not context.is_planned_before:
+                _find_tokenizer(context, info.tokenizer)
+                for warning in _write_assets_on_trial(context, targets[0]):
                     log.warn_before_training(warning)
         if uploads is not None:
             uploads.prepare()
-    if saver.background is not None and not saver.is_planned_before:
+    if context.background is not None and not context.is_planned_before:
         with collective.stage('preflight'):
-            reserved_nbytes = saver.reserve_snapshot()
+            reserved_nbytes = reserve_snapshot(context)
         log.info(f'background saves use {reserved_nbytes / 1e6:.0f} MB of host memory on this rank')
+
+
+def reserve_snapshot(context: SaveContext) -> int:
+    """Run a trial snapshot, so that memory shortages surface before training; returns its bytes on this rank."""
+    Snapshot.take(context.plan, context.source, context.memory, context.collective)
+    return context.memory.nbytes
 
 
 def manifests_of_targets(targets: Mapping[str, CheckpointFolder]) -> list[tuple[bytes, str, str]]:
@@ -73,41 +79,41 @@ def manifests_of_targets(targets: Mapping[str, CheckpointFolder]) -> list[tuple[
     return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
 
 
-def _find_tokenizer(saver: Saver, of_the_run: Any | None) -> None:
-    unwrapped, exporter = saver.unwrapped, saver.preparation.exporter
-    tokenizer, warnings = find_tokenizer(saver.options.tokenizer, of_the_run, exporter, unwrapped.model)
+def _find_tokenizer(context: SaveContext, of_the_run: Any | None) -> None:
+    unwrapped, exporter = context.unwrapped, context.preparation.exporter
+    tokenizer, warnings = find_tokenizer(context.options.tokenizer, of_the_run, exporter, unwrapped.model)
     for warning in warnings:
-        saver.log.warning(warning)
-    saver.tokenizer, saver.eos_token_ids, messages = tokenizer_for_run(tokenizer, unwrapped.run_config or {})
+        context.log.warning(warning)
+    context.tokenizer, context.eos_token_ids, messages = tokenizer_for_run(tokenizer, unwrapped.run_config or {})
     for message in messages:
-        saver.log.info(message)
+        context.log.info(message)
 
 
-def _write_assets_on_trial(saver: Saver, target: CheckpointFolder) -> list[str]:
+def _write_assets_on_trial(context: SaveContext, target: CheckpointFolder) -> list[str]:
     """Write the HF assets to the target and remove them again; returns warnings for the log."""
     try:
         with errors_naming(target.path):
-            return saver.write_hf_assets(target.open_staging())
+            return context.write_hf_assets(target.open_staging())
     finally:
         target.abort()
 
 
-def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:
+def log_preparations(context: SaveContext, targets: Sequence[CheckpointFolder], occasions: Sequence[str]) -> None:
     """Log what will be saved, where, when and how, and what is left out. Fits a terminal of 100 columns."""
-    log, plan, export = saver.log, saver.plan, saver.preparation.export
+    log, plan, export = context.log, context.plan, context.preparation.export
     n_tensors, n_files = len(plan.placements), len(plan.files)
-    how = f'{saver.strategy.value} writer{", in the background" if saver.background is not None else ""}; at most '
-    how += f'{saver.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
+    how = f'{context.strategy.value} writer{", in the background" if context.background is not None else ""}; at most '
+    how += f'{context.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
-        'from': f'{saver.preparation.source_name}, for {type(saver.preparation.exporter).__name__}',
+        'from': f'{context.preparation.source_name}, for {type(context.preparation.exporter).__name__}',
         'where': targets[0].path,
         'when': ', '.join(occasions),
         'how': how,
     }
     log.info(table('ready to save', rows))
     gathered = list(dict.fromkeys(spec.name for group in plan.gathered for spec in group.reads))
-    if gathered and saver.strategy.reads_slices and saver.collective.world_size > 1:
+    if gathered and context.strategy.reads_slices and context.collective.world_size > 1:
         log.info(f'gathered, not saved in slices: {counted(len(gathered), "tensor")} ({some(gathered)})')
     if plan.copied:
         copied = [one.placement.hf_name for one in plan.copied]
@@ -118,12 +124,12 @@ def log_preparations(saver: Saver, targets: Sequence[CheckpointFolder], occasion
             f'trained outside of the exported model: {counted(len(others), "tensor")} ({some(others)}), saved to '
             f'{OTHER_FILES.path(WEIGHTS_NAME)}'
         )
-    left_out = saver.preparation.left_out
-    told_otherwise = {*trained_of(left_out, saver.unwrapped.model), *export.adapter_base_tensors}
+    left_out = context.preparation.left_out
+    told_otherwise = {*trained_of(left_out, context.unwrapped.model), *export.adapter_base_tensors}
     left_out = [name for name in left_out if name not in told_otherwise]
     if left_out:
         log.info(f'not exported: {counted(len(left_out), "tensor")} ({some(left_out)})')
-    for note in saver.preparation.exporter.notes:
+    for note in context.preparation.exporter.notes:
         log.info(note)
 
 

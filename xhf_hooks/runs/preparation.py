@@ -12,7 +12,7 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_left_out, names_read_by
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
-from xhf_hooks.options import SaveOptions, parse_size
+from xhf_hooks.options import SaveOptions
 from xhf_hooks.planning.checks import require_entries, require_specs, require_spreads
 from xhf_hooks.planning.masters import specs_with_masters
 from xhf_hooks.planning.plan import SavePlan
@@ -55,11 +55,6 @@ class Preparation:
         return names_left_out(self.specs, self.export.entries)
 
 
-def bucket_nbytes_of(options: SaveOptions) -> int:
-    """The size of a bucket: half of ``bucket_size``, since one is gathered while another waits for the disk."""
-    return max(1, parse_size(options.bucket_size) // 2)
-
-
 @without_garbage_collector()
 def prepare_saves(
     unwrapped: Unwrapped,
@@ -81,7 +76,7 @@ def prepare_saves(
         AgreedError: The model cannot be exported; the message has the reason.
         RanksDifferError: Ranks hold different models.
     """
-    bucket_nbytes = bucket_nbytes_of(options)
+    bucket_nbytes = options.bucket_nbytes
     with collective.stage('plan'):
         exporter = exporter_for(
             unwrapped.model,
@@ -122,7 +117,7 @@ def prepare_saves(
         plan = make_plan(
             entries,
             planned_specs,
-            max_shard_nbytes=parse_size(options.max_shard_size),
+            max_shard_nbytes=options.max_shard_nbytes,
             bucket_nbytes=bucket_nbytes,
             n_parameters=export.n_parameters,
             strategy=strategy,

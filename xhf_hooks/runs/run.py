@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from xhf_hooks.errors import RankLostError, XhfError
-from xhf_hooks.exporters.assets.base_files import base_dirs_of
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
@@ -30,9 +29,11 @@ from xhf_hooks.runs.kept_plan import KeptPlan
 from xhf_hooks.runs.preflight import log_preparations, occasions_of, preflight
 from xhf_hooks.runs.preparation import Preparation
 from xhf_hooks.runs.run_info import RunInfo
-from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs.save import Save
+from xhf_hooks.runs.save_context import SaveContext
 from xhf_hooks.runs.telemetry import RunLog, log_save
-from xhf_hooks.runs.unwrap import Unwrapped
+from xhf_hooks.sources import source_for
+from xhf_hooks.sources.replicated import checksum_local_elements
 from xhf_hooks.system.threads import wait_until
 
 
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        saver: Saver,
+        context: SaveContext,
         newest: CheckpointFolder,
         extra_targets: Mapping[str, CheckpointFolder],
         options: RunOptions | CallOptions,
@@ -62,8 +63,8 @@ class Run:
         on_committed: Callable[[CommittedCheckpoint], None],
         on_result: Callable[[Step, Mapping[str, float]], None],
     ) -> None:
-        self._saver = saver
-        self.log, self.collective = saver.log, saver.collective
+        self._context = context
+        self.log, self.collective = context.log, context.collective
         self.newest, self.extra_targets = newest, extra_targets
         self._options = options
         self._end = end
@@ -80,7 +81,6 @@ class Run:
     @torch.inference_mode(False)  # the caller may be in it, and what is made in it cannot be trained with later
     def open(
         cls,
-        unwrapped: Unwrapped,
         info: RunInfo,
         options: RunOptions | CallOptions,
         log: RunLog,
@@ -93,8 +93,7 @@ class Run:
         """Check that saves will work, lock their folders, and start the threads that make them.
 
         Args:
-            unwrapped: The trained model (:class:`.Unwrapped`).
-            info: What the frontend knows of the run.
+            info: What the frontend knows of the run, with the trained model.
             on_committed: Called with each committed save, in the thread that trains.
             on_result: Called on rank 0 in the thread that trains, with the step of a save and the numbers that the
                 command of ``on_saved`` printed for it.
@@ -120,8 +119,8 @@ class Run:
             collective = Collective.connect() if collective is None else collective
             end.do_last(collective.close)
             after_saves = AfterSaves(options, log)
-            saver = Saver.prepare(
-                unwrapped,
+            context = SaveContext.open(
+                info.unwrapped,
                 options,
                 collective,
                 log,
@@ -131,27 +130,27 @@ class Run:
                 after_commit=after_saves.handle_commit,
                 kept=kept,
             )
-            for close in saver.closers():
+            for close in context.closers():
                 end.do_last(close)
             # In the order in which an end waits for them
-            if saver.background is not None:
-                end.add_task(saver.background)
+            if context.background is not None:
+                end.add_task(context.background)
             for target in targets:
                 end.add_task(target.siblings.deletion)
             for task in after_saves.start([target.path for target in targets], collective, info.timestamp):
                 end.add_task(task)
-            preflight(saver, targets, base_dirs_of(unwrapped.model), after_saves.uploads, info)
-            run = cls(saver, newest, extra_targets, options, end, after_saves, on_committed, on_result)
+            preflight(context, targets, after_saves.uploads, info)
+            run = cls(context, newest, extra_targets, options, end, after_saves, on_committed, on_result)
             end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
-            if not saver.is_planned_before:
+            if not context.is_planned_before:
                 with collective.stage('log preparations'):
-                    log_preparations(saver, targets, occasions_of(options, info.schedule, extra_targets))
+                    log_preparations(context, targets, occasions_of(options, info.schedule, extra_targets))
         except BaseException:
             end.close()
             raise
         # A run that is never closed must not keep its model in memory, nor its folders locked, once it is garbage. So
         # no thread, no signal handler and nothing that an end calls may hold a reference to this object, or to
-        # `info.trainer` (such as MMEngine's runner, which has the model)
+        # `info` (its trainer, such as MMEngine's runner, has the model, too)
         weakref.finalize(run, end.close_in_thread).atexit = False
         return run
 
@@ -174,7 +173,7 @@ class Run:
             manifest_fields: Fields of the manifest for this save only.
             remember_weights: Take a checksum of the weights, by which a later call for the same iteration, or
                 :meth:`finish`, sees whether they changed since.
-            call_began: As in :meth:`.Saver.save`.
+            call_began: As in :meth:`.Save.begin`.
 
         Raises:
             XhfError: The save failed, and ``on_error`` is 'raise'.
@@ -190,7 +189,7 @@ class Run:
                 self._end.signals.block_if_process_is_ending()
                 self.ensure_connected()
                 self.wait_for_background_save()  # here all ranks learn whether it failed
-                self._warn_if_reconnected(self._saver.ensure_connected())
+                self._warn_if_reconnected(self._context.ensure_connected())
                 # The clock, a signal, a schedule and the trainer may ask for the same iteration
                 is_saved = target is self.newest and self._is_saved(step)
             if is_saved:
@@ -199,14 +198,14 @@ class Run:
                 # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
                 # and the user's handler may have let the process live on: count anew
                 self._end.reset_wait_deadline()
+                save = Save.begin(self._context, target, step, manifest_fields, call_began)
                 if self._options.async_save:
-                    log_outcome = partial(self._log_outcome, step)
-                    self._saving = self._saver.start(target, step, manifest_fields, log_outcome, call_began)
+                    self._saving = save.copy_and_continue(partial(self._log_outcome, step))
                     self.saving_to = target
                 else:
-                    committed = self._saver.save(target, step, manifest_fields, call_began)
+                    committed = save.write_and_commit()
                 if target is self.newest:
-                    self._saved_checksum = self._saver.checksum_weights() if remember_weights else None
+                    self._saved_checksum = self._checksum_weights() if remember_weights else None
         except XhfError as error:
             self.raise_or_log(error, f'the save of {step.label}')
             return
@@ -367,8 +366,16 @@ class Run:
         has_changed = True
         # An error may be of one rank alone. It counts as a change: then all ranks vote, save, and get it from the save
         with contextlib.suppress(Exception):
-            has_changed = self._saver.checksum_weights() != self._saved_checksum
+            has_changed = self._checksum_weights() != self._saved_checksum
         return not self.collective.vote_any(has_changed, 'comparing weights')
+
+    def _checksum_weights(self) -> int:
+        """A checksum of the part of the model that this rank holds, as it is now.
+
+        Needs no other rank: only reading fp32 masters uses the collective; these specs are of the weights themselves.
+        """
+        source = source_for(self._context.unwrapped.root)
+        return checksum_local_elements(source, source.specs(), self.collective)
 
     def close(self) -> None:
         """Wait for a save in flight, unlock the folders, destroy process groups. Needs no other rank.
@@ -402,7 +409,7 @@ class Run:
     @property
     def preparation(self) -> Preparation:
         """What saves are made of; another one once tensors or the config have changed."""
-        return self._saver.preparation
+        return self._context.preparation
 
     @property
     def save_in_flight(self) -> Future[CommittedCheckpoint] | None:

@@ -1,4 +1,4 @@
-"""What a frontend knows of its run: where saves go, and what they are made from besides the model."""
+"""What a frontend knows of its run: what is saved, and where saves go."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xhf_hooks.runs.unwrap import Unwrapped
+
 
 @dataclass(frozen=True)
 class RunInfo:
     """One run, as its hook, callback or call of ``save_hf`` knows it.
 
     Attributes:
+        unwrapped: The trained model without its wrappers.
         folder: The folder of the newest save.
         schedule: Describes the schedule, for the log; None means no schedule.
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
@@ -29,6 +32,7 @@ class RunInfo:
         extra_suffixes: The suffix of each extra target, such as 'best'. An extra target keeps one save.
     """
 
+    unwrapped: Unwrapped
     folder: Path
     schedule: str | None
     tokenizer: Any | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks.options import RunOptions, SaveOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan
-from xhf_hooks.planning.types import CommittedCheckpoint
+from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.run import Run
 from xhf_hooks.runs.run_info import RunInfo
-from xhf_hooks.runs.save import Saver
+from xhf_hooks.runs.save import Save
+from xhf_hooks.runs.save_context import SaveContext
 from xhf_hooks.runs.telemetry import RunLog
 from xhf_hooks.runs.unwrap import unwrap
 
@@ -67,13 +69,38 @@ def train_one_step(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.step()
 
 
-def make_saver(model: nn.Module, collective: Any, **options: Any) -> Any:
-    """A Saver; ``options`` are ``writer``, ``in_background``, and those of SaveOptions. Runs on: all ranks."""
-    trained = {n: options.pop(n) for n in ('run_config', 'manifest_fields') if n in options}
-    strategy = WriteStrategy(options.pop('writer', 'stream'))
-    how = dict(strategy=strategy, in_background=options.pop('in_background', False))
-    log = RunLog(logging.getLogger('test'), 'saver')
-    return Saver.prepare(replace(unwrap(model), **trained), SaveOptions(**options), collective, log, **how)
+class Saver:
+    """Saves of a model without a run: no lock, no log, no end. Runs on: all ranks.
+
+    Args:
+        options: ``writer``, ``in_background``, and those of SaveOptions.
+    """
+
+    def __init__(self, model: nn.Module, collective: Collective, **options: Any) -> None:
+        trained = {n: options.pop(n) for n in ('run_config', 'manifest_fields') if n in options}
+        strategy = WriteStrategy(options.pop('writer', 'stream'))
+        how = dict(strategy=strategy, in_background=options.pop('in_background', False))
+        log = RunLog(logging.getLogger('test'), 'saver')
+        unwrapped = replace(unwrap(model), **trained)
+        self.context = SaveContext.open(unwrapped, SaveOptions(**options), collective, log, **how)
+
+    @property
+    def plan(self) -> SavePlan:
+        """The plan of the next save, if the model does not change."""
+        return self.context.plan
+
+    def save(self, target: CheckpointFolder, step: Step) -> CommittedCheckpoint:
+        """Make a save in the foreground."""
+        return Save.begin(self.context, target, step).write_and_commit()
+
+    def start(self, target: CheckpointFolder, step: Step) -> Future[CommittedCheckpoint]:
+        """Begin a save in the background."""
+        return Save.begin(self.context, target, step).copy_and_continue(lambda committed, error: None)
+
+    def close(self) -> None:
+        """End the threads. No save may be in flight."""
+        for close in self.context.closers():
+            close()
 
 
 def open_run(
@@ -86,9 +113,9 @@ def open_run(
     **options: Any,
 ) -> Run:
     """The saves of a run with these RunOptions. Runs on: all ranks."""
-    info = RunInfo(folder, schedule='now', trainer=trainer)
+    info = RunInfo(unwrap(model), folder, schedule='now', trainer=trainer)
     log = RunLog(logger or logging.getLogger('test'), 'test')
-    return Run.open(unwrap(model), info, RunOptions(**options), log, collective=collective)
+    return Run.open(info, RunOptions(**options), log, collective=collective)
 
 
 def names_read(plan: SavePlan) -> set[str]:
@@ -101,7 +128,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     """Save like the hook, without a runner. Runs on: all ranks."""
     collective = Collective.connect(timeout_secs=600)
     in_background = options.get('in_background', False)
-    saver = make_saver(model, collective, **{'bucket_size': 20_000, **options})
+    saver = Saver(model, collective, **{'bucket_size': 20_000, **options})
     plan = saver.plan
     folder = CheckpointFolder(final, max_keep=1)
     with collective.stage('claim'):

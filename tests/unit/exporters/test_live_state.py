@@ -21,7 +21,7 @@ from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer, with_base
 from tests.helpers.models.own_classes import CounterConfig, HasWidth, OfTheScript
 from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
-from tests.helpers.runs.engines import iteration, make_saver
+from tests.helpers.runs.engines import Saver, iteration
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
@@ -324,7 +324,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
     model = getattr(transformers, kind)(config)
     resize_embeddings(model, 192)
     collective = Collective.connect()
-    saver, target = make_saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
+    saver, target = Saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
     target.prepare()
     if change == 'vocab_size':
         model.config.vocab_size = 133

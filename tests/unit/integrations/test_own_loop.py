@@ -24,7 +24,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.integrations.own_loop import OptionsOfCall
-from xhf_hooks.runs import save
+from xhf_hooks.runs import save_context
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,8 +38,8 @@ def change(model: torch.nn.Module) -> None:
 @pytest.fixture
 def planned(monkeypatch) -> mock.Mock:
     """Counts how often saves are planned."""
-    spy = mock.Mock(side_effect=save.prepare_saves)
-    monkeypatch.setattr(save, 'prepare_saves', spy)
+    spy = mock.Mock(side_effect=save_context.prepare_saves)
+    monkeypatch.setattr(save_context, 'prepare_saves', spy)
     return spy
 
 

@@ -101,7 +101,7 @@ def test_each_save_has_what_the_base_had_before_training(base, tmp_path, monkeyp
     out = tmp_path / 'out' / 'hf_model'
     if is_run:
         log = RunLog(logging.getLogger('test'), 'test')
-        saves = Run.open(unwrap(model), RunInfo(out, schedule='now'), RunOptions(), log)
+        saves = Run.open(RunInfo(unwrap(model), out, schedule='now'), RunOptions(), log)
         change(base, monkeypatch)
         saves.save(iteration(1))
         model.config.bos_token_id = 2  # so that the next save is planned again

@@ -49,8 +49,8 @@ class Frontend:
         log = RunLog(logging.getLogger('test'), 'test')
         on_result = lambda step, numbers: self.results.append((step.iteration, numbers))  # noqa: E731
         options = RunOptions(bucket_size='1MB', **options)
-        info = RunInfo(folder, schedule='now', trainer=self, extra_suffixes=suffixes)
-        saves = Run.open(unwrap(self.model), info, options, log, on_result=on_result)
+        info = RunInfo(unwrap(self.model), folder, schedule='now', trainer=self, extra_suffixes=suffixes)
+        saves = Run.open(info, options, log, on_result=on_result)
         self.saves.append(saves)
         return saves
 
@@ -66,7 +66,7 @@ def no_run_before(caplog):
 
 
 def ended(saves: Run) -> Run:
-    saves._saver.background.wait()
+    saves._context.background.wait()
     return saves
 
 
@@ -207,9 +207,9 @@ def test_what_is_closed_refuses_work_that_would_be_waited_for(tmp_path):
     saves = Frontend().begin(tmp_path / 'hf_model', async_save=True)
     saves.close()
     with pytest.raises(OSError, match='the writer is closed'):
-        saves._saver.writer.open(saves._saver.plan, tmp_path, {})
+        saves._context.writer.open(saves._context.plan, tmp_path, {})
     with pytest.raises(RuntimeError, match='a save in the background: closed, and takes no more work'):
-        saves._saver.background.add('a save')
+        saves._context.background.add('a save')
 
 
 def test_runs_that_go_on_stay(tmp_path):

@@ -97,7 +97,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
     exporter = SimpleNamespace(notes=())
     export = SimpleNamespace(adapter_base_tensors=())
     names = dict(source_name='Zero3Source', left_out=())
-    saver = SimpleNamespace(
+    context = SimpleNamespace(
         log=log,
         plan=plan,
         preparation=SimpleNamespace(exporter=exporter, export=export, expected_extra_nbytes=0, **names),
@@ -106,7 +106,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
         collective=SimpleNamespace(world_size=world_size),
         unwrapped=SimpleNamespace(model=None),
     )
-    log_preparations(saver, [SimpleNamespace(path='out')], ['now'])
+    log_preparations(context, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
     assert caplog.messages[1:] == expected
 

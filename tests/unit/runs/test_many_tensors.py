@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.helpers.models.zoo.llamas import odd_llama
-from tests.helpers.runs.engines import make_saver
+from tests.helpers.runs.engines import Saver
 from tests.helpers.runs.tallies import plan_of
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.errors import AgreedError
@@ -37,7 +37,7 @@ def calls_of_a_save(n_layers: int, root: Any) -> tuple[int, int]:
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=n_layers, num_attention_heads=2, vocab_size=32
     )
-    saver = make_saver(LlamaForCausalLM(config).bfloat16(), Collective.connect(), writer='positional')
+    saver = Saver(LlamaForCausalLM(config).bfloat16(), Collective.connect(), writer='positional')
     folder = CheckpointFolder(root / f'{n_layers}', 1)
     saver.save(folder, iteration(1))
     n_calls = 0
@@ -74,7 +74,7 @@ def test_planning_pauses_the_garbage_collector(is_enabled, fails, monkeypatch):
     (gc.enable if is_enabled else gc.disable)()
     try:
         with pytest.raises(AgreedError) if fails else nullcontext():
-            make_saver(odd_llama(), Collective.connect()).close()
+            Saver(odd_llama(), Collective.connect()).close()
         assert (enabled, gc.isenabled()) == ([False], is_enabled)
     finally:
         gc.enable()

@@ -10,11 +10,12 @@ from torch import nn
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.zoo.llamas import odd_llama
-from tests.helpers.runs.engines import make_saver, save_folder
+from tests.helpers.runs.engines import Saver, save_folder
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import Group, Placement, TensorSpec
 from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.preflight import reserve_snapshot
 from xhf_hooks.sources import WholeTensorsSource
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory
 from xhf_hooks.sources.read import made_from
@@ -119,11 +120,11 @@ def test_one_process_saves(tmp_path, writer, in_background):
 
 def test_memory_of_background_saves_is_given_back_at_close(tmp_path):
     """Not when the run is forgotten, which may be at the end of the process."""
-    saver = make_saver(odd_llama(), Collective.connect(), in_background=True)
+    saver = Saver(odd_llama(), Collective.connect(), in_background=True)
     folder = CheckpointFolder(tmp_path / 'hf_model', 1)
     saver.start(folder, iteration(1)).result()
-    blocks = [*saver.memory._blocks]
-    assert blocks and saver.reserve_snapshot() > 0
+    blocks = [*saver.context.memory._blocks]
+    assert blocks and reserve_snapshot(saver.context) > 0
     alive = [weakref.ref(block) for block in blocks]
     del blocks
     saver.close()
