@@ -2,7 +2,8 @@
 
 Of those that accept a model, one is used, by the same rule for both: registered ones are asked before this package's
 own, the last one registered first, since it may derive from an earlier one. This package's own are not registered: they
-are listed in one order, the most specific first (``BUILT_IN`` in ``sources/`` and ``exporters/``).
+are listed in one order, the most specific first (``own`` of its extensions, then ``BUILT_IN`` in ``sources/`` and
+``exporters/``).
 
 These are not MMEngine's registries, so that the package works without MMEngine. MMEngine's are used only to register a
 hook and to build objects from a run's config.
@@ -12,17 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from xhf_hooks.errors import OptionError
 
+#: Extensions in this package. Nothing else imports them; each adds what it has to the registries when it is imported.
+OWN_EXTENSIONS = ('xhf_hooks.exporters.xtuner', 'xhf_hooks.offline.model.xtuner_models')
+
 
 class Registry:
-    """Classes that extensions have added, by name, in the order of registration."""
+    """Classes or functions that extensions have added.
+
+    Attributes:
+        module_dict: Those of users, by name, in the order of registration.
+        own: Those of this package's own extensions, in the order in which they are asked, after those of users.
+    """
 
     def __init__(self) -> None:
         self.module_dict: dict[str, Any] = {}
+        self.own: list[Any] = []
 
     def register_module(self) -> Callable[[type], type]:
         """A decorator that adds a class; it replaces a class of the same name."""
@@ -35,11 +46,19 @@ class Registry:
         return register
 
     def last_first(self) -> list[Any]:
-        """The classes in the order in which they are asked whether they accept a model."""
-        return [*reversed(self.module_dict.values())]
+        """All, in the order in which they are asked whether they accept a model."""
+        for extension in OWN_EXTENSIONS:
+            import_module(extension)
+        return [*reversed(self.module_dict.values()), *self.own]
 
 
 SOURCES, EXPORTERS = Registry(), Registry()
+#: Functions that build the trained model of a finished run: ``build(meta_model, config, base)`` with the RunConfig or
+#: None, and the base that the user has given. They return whether the config describes a model of theirs.
+MODEL_BUILDERS = Registry()
+#: Functions that give a tokenizer the chat template of training: ``convert(tokenizer, config, may_import=...)``. They
+#: return what ``tokenizer_for_run`` in exporters/assets/find_tokenizer.py does; None if the config names no template.
+CHAT_TEMPLATES = Registry()
 
 
 def _mmengine_registries() -> Any | None:

@@ -45,11 +45,13 @@ def all_below(cls: type) -> list[type]:
     return [found for each in cls.__subclasses__() for found in (each, *all_below(each))]
 
 
-@pytest.mark.parametrize(('package', 'base'), [(sources, Source), (exporters, Exporter)])
-def test_all_classes_of_ours_that_accept_a_model_stand_in_one_order(package, base):
+@pytest.mark.parametrize(
+    ('registry', 'package', 'base'), [(SOURCES, sources, Source), (EXPORTERS, exporters, Exporter)]
+)
+def test_all_classes_of_ours_that_accept_a_model_stand_in_one_order(registry, package, base):
     """None is registered by being imported, and none stands behind a class from which it derives."""
+    built_in = [*registry.last_first(), *package.BUILT_IN]
     ours = [one for one in all_below(base) if one.__module__.startswith('xhf_hooks.') and 'accepts' in vars(one)]
-    built_in = package.BUILT_IN
     assert len(ours) > 4 and {*ours} == {*built_in}
     assert not [
         (earlier, later)

@@ -10,10 +10,6 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest
 from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.lora import LoraExporter, NestedLoraExporter
-from xhf_hooks.exporters.xtuner.llava import LlavaExporter
-from xhf_hooks.exporters.xtuner.reward import RewardExporter
-from xhf_hooks.exporters.xtuner.sharded_moe import ShardedMoeExporter
-from xhf_hooks.exporters.xtuner.v1 import XtunerV1Exporter
 from xhf_hooks.registry import EXPORTERS
 
 __all__ = [
@@ -21,25 +17,13 @@ __all__ = [
     'ExportRequest',
     'Exporter',
     'HuggingFaceExporter',
-    'LlavaExporter',
     'LoraExporter',
     'NestedLoraExporter',
-    'RewardExporter',
-    'ShardedMoeExporter',
-    'XtunerV1Exporter',
     'exporter_for',
 ]
 
 #: This package's own, in the order in which they are asked whether they accept a model, after registered ones.
-BUILT_IN: tuple[type[Exporter[Any]], ...] = (
-    XtunerV1Exporter,
-    ShardedMoeExporter,
-    RewardExporter,
-    LlavaExporter,
-    NestedLoraExporter,
-    LoraExporter,
-    HuggingFaceExporter,
-)
+BUILT_IN: tuple[type[Exporter[Any]], ...] = (NestedLoraExporter, LoraExporter, HuggingFaceExporter)
 
 
 def exporter_for(

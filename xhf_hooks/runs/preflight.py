@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
-from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
+from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer, tokenizer_for_run
 from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
-from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions

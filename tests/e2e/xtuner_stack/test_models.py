@@ -18,8 +18,9 @@ from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.adapted import adapt, around, refusal
 from tests.helpers.models.zoo import NOISE_STD
 from tests.helpers.runs.engines import save_folder
-from xhf_hooks.exporters import LoraExporter, ShardedMoeExporter, exporter_for
+from xhf_hooks.exporters import LoraExporter, exporter_for
 from xhf_hooks.exporters.base import ExportRequest
+from xhf_hooks.exporters.xtuner import ShardedMoeExporter
 from xhf_hooks.sources import source_for
 
 REWARD_TOKEN_ID = 130

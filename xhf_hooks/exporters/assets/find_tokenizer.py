@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ from xhf_hooks.exporters.assets.load_tokenizer import (
 )
 from xhf_hooks.format.loaded_files import TOKENIZER_CONFIG
 from xhf_hooks.format.text import error_text, refused_as, some
-from xhf_hooks.registry import build_from_config
+from xhf_hooks.registry import CHAT_TEMPLATES, build_from_config
 from xhf_hooks.system.library_settings import quiet
 
 if TYPE_CHECKING:
@@ -102,6 +102,23 @@ def tokenizer_of_model(model: nn.Module) -> Any | None:
     parts = [model, *model.children()]  # sentence-transformers has it in its first module
     found = (vars(part).get(name) for part in parts for name in ('processor', 'tokenizer'))
     return next((one for one in found if isinstance(one, (PreTrainedTokenizerBase, ProcessorMixin))), None)
+
+
+def tokenizer_for_run(
+    tokenizer: Any | None, config: Mapping[str, Any], *, may_import: bool = True
+) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+    """The tokenizer to write for a run with this config, the EOS token ids of answers, and messages for the log.
+
+    It gets the chat template with which the run trained, if an extension finds one in the config. Runs on: rank 0.
+
+    Args:
+        may_import: Whether to import what the config names.
+
+    Raises:
+        OptionError: The config names a template that cannot be used.
+    """
+    found = (convert(tokenizer, config, may_import=may_import) for convert in CHAT_TEMPLATES.last_first())
+    return next(filter(None, found), (tokenizer, (), ()))
 
 
 def find_tokenizer_of_checkpoint(

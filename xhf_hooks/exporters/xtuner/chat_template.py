@@ -107,11 +107,12 @@ def bos_eos_text(tokenizer: Any) -> tuple[str, str]:
 
 def tokenizer_for_run(
     tokenizer: Any | None, cfg: Mapping[str, Any], *, may_import: bool = True
-) -> tuple[Any | None, Sequence[int], Sequence[str]]:
+) -> tuple[Any | None, Sequence[int], Sequence[str]] | None:
     """The tokenizer to write for a run with this config, the EOS token ids of answers, and log messages.
 
     It is the tokenizer itself if its chat template renders the text of training, else a copy with one that does. The
-    ids are of its EOS, STOP_WORDS, and SUFFIX if that replaces EOS; those must be single tokens. Runs on: rank 0.
+    ids are of its EOS, STOP_WORDS, and SUFFIX if that replaces EOS; those must be single tokens. None: there is no
+    tokenizer, or no template in the config. Runs on: rank 0.
 
     Args:
         may_import: Whether to import a template that the config names, other than XTuner's.
@@ -121,7 +122,7 @@ def tokenizer_for_run(
     """
     template = template_of_config(cfg, may_import=may_import)
     if template is None or tokenizer is None:
-        return tokenizer, (), ()
+        return None
     if not hasattr(tokenizer, 'eos_token_id'):  # a processor, or files that are copied
         return tokenizer, (), (f'{type(tokenizer).__name__}: the chat template of training is not written',)
     bos, eos = bos_eos_text(tokenizer)

@@ -21,11 +21,10 @@ from typing import Any
 
 from xhf_hooks.errors import OptionError
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
-from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer_of_checkpoint
+from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer_of_checkpoint, tokenizer_for_run
 from xhf_hooks.exporters.base import Export, Exporter
 from xhf_hooks.exporters.find_model import adapters_in, pretrained_in
 from xhf_hooks.exporters.model_card import write_model_card
-from xhf_hooks.exporters.xtuner.chat_template import tokenizer_for_run
 from xhf_hooks.files.tally import warn_of_non_finite
 from xhf_hooks.format.loaded_files import PROCESSOR_FILES, TOKENIZER_CONFIG
 from xhf_hooks.format.text import counted, engine_text, size_text, some

@@ -1,6 +1,6 @@
 """Builds the trained model on the meta device.
 
-- XTuner's models, from the run's config (:mod:`.xtuner_models`).
+- Models that the run's config describes, by the functions in MODEL_BUILDERS (:mod:`xhf_hooks.registry`).
 - Models of transformers.Trainer and Axolotl, from ``config.json`` and ``adapter_config.json`` in the checkpoint.
 - Other modules that contain one transformers model, from the folder given with ``--base``. Its path in the module
   follows from the names in the checkpoint.
@@ -25,6 +25,7 @@ from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, GENERATION_CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.offline.checkpoint.find import FoundCheckpoint
 from xhf_hooks.offline.model import transformers_model
+from xhf_hooks.offline.model.frozen import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.nested_adapters import adapt_parts
 from xhf_hooks.offline.model.placing import below, beside_backbone, place
@@ -37,7 +38,7 @@ from xhf_hooks.offline.model.trainer_files import (
     folder_of_trainer_files,
     is_save_of_hook,
 )
-from xhf_hooks.offline.model.xtuner_models import build_xtuners, freeze_parts, is_xtuners
+from xhf_hooks.registry import MODEL_BUILDERS
 from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import quiet
 
@@ -77,21 +78,18 @@ def build_meta_model(
     meta_model = MetaModel('', stored, trust_remote_code, module, architecture, trained, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
-        if config is not None and config.model is not None and is_xtuners(config.model):
-            if architecture is not None:
-                raise OptionError('architecture', f'no value, since {config.where} says what was trained', architecture)
-            build_xtuners(meta_model, config.model, config.where, base)
-        elif base is not None or folder is not None or base_named_by(config, stored, None) is not None:
-            _build_of_transformers(meta_model, found, base, config)
-            if config is not None and config.model is not None:
-                freeze_parts(meta_model.module, config.model)
-        else:
+        is_built = any(build(meta_model, config, base) for build in MODEL_BUILDERS.last_first())
+        if not is_built and base is None and folder is None and base_named_by(config, stored, None) is None:
             problem = 'no config was found' if config is None else f'{config.where} has no supported model'
             problem += f' ({"; ".join(notes)})' if notes else ''
             raise ConfigError(
                 f"{found.path}: {problem}, and there is no config.json beside it. Name the run's config with "
                 f'--config, or a folder with the config.json of the model with --base'
             )
+        if not is_built:
+            _build_of_transformers(meta_model, found, base, config)
+            if config is not None and config.model is not None:
+                freeze_parts(meta_model.module, config.model)
     meta_model.over_base = StartingWeights.find(meta_model.module, checkpoints_loaded_over(config))
     return meta_model
 

@@ -1,9 +1,13 @@
-"""Frozen weights that the checkpoint of an adapter lacks: whether the base has those of training, and their dtype."""
+"""Frozen weights: those that the run's config freezes, and those that the checkpoint of an adapter lacks.
+
+Of the latter: whether the base has those of training, and their dtype.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +17,30 @@ from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.model import module_tensors
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.sources.stored_tensors import StoredTensor
+
+#: Options in the config of a model that freeze, and the parts that they freeze in LLaVAModel and in InternVL_V1_5.
+_FROZEN_BY = {
+    'freeze_llm': {'llm', 'language_model'},
+    'freeze_visual_encoder': {'visual_encoder', 'vision_model'},
+}
+
+
+def freeze_parts(module: nn.Module, model: Mapping[str, Any]) -> None:
+    """Freeze the parts of a model that its config in the run's config freezes; adapters stay trainable.
+
+    Models around them, such as Sa2VA's, have their config under the name of the part.
+    """
+    for option, names in _FROZEN_BY.items():
+        for path, parameter in module.named_parameters() if model.get(option) is True else ():
+            if not names.isdisjoint(path.split('.')[:2]):
+                parameter.requires_grad_(_is_trained_with_adapter(path))
+    for name, part in module.named_children():
+        if isinstance(model.get(name), Mapping):
+            freeze_parts(part, model[name])
+
+
+def _is_trained_with_adapter(path: str) -> bool:
+    return 'lora_' in path or '.modules_to_save.' in path
 
 
 def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds XTuner's models on the meta device from a run's config, and freezes what they freeze.
+"""Builds XTuner's models on the meta device from a run's config.
 
 They have ``llm``, ``ref_llm``, ``visual_encoder``, ``projector`` and ``v_head`` (xtuner ``model/*.py``).
 """
@@ -12,42 +12,39 @@ import torch
 from torch import nn
 
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_option, text_config
-from xhf_hooks.errors import ConfigError
+from xhf_hooks.errors import ConfigError, OptionError
 from xhf_hooks.format.text import some
 from xhf_hooks.offline.model import transformers_model
+from xhf_hooks.offline.model.frozen import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
-from xhf_hooks.offline.model.run_config import Unread, required
+from xhf_hooks.offline.model.run_config import RunConfig, Unread, required
+from xhf_hooks.registry import MODEL_BUILDERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 #: Fields of an XTuner model's config that hold models, and fields that hold their adapters (xtuner ``model/*.py``).
 _MODELS = ('llm', 'ref_llm', 'visual_encoder')
-#: Options that freeze, and what they freeze in LLaVAModel and in InternVL_V1_5 (xtuner ``model/internvl.py``).
-_FROZEN_BY = {
-    'freeze_llm': {'llm', 'language_model'},
-    'freeze_visual_encoder': {'visual_encoder', 'vision_model'},
-}
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 
 
-def is_xtuners(model: Mapping[str, Any]) -> bool:
-    """Whether a run's config describes one of XTuner's models."""
-    return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
-
-
-def build_xtuners(meta_model: MetaModel, model: Mapping[str, Any], where: str, base: str | None) -> None:
-    """Build the model that the config describes.
+def build_xtuners(meta_model: MetaModel, config: RunConfig | None, base: str | None) -> bool:
+    """Build the model that the run's config describes; False if that is none of XTuner's.
 
     Args:
         meta_model: Gets the model.
-        model: The field ``model`` of the config.
-        where: The config's file, for messages.
         base: Folder or hub name of the base of ``llm``, given by the user.
 
     Raises:
         ConfigError, BaseModelError: The config lacks what is needed, or a base is not found.
+        OptionError: An architecture was given.
     """
+    if config is None or config.model is None or not _is_xtuners(config.model):
+        return False
+    model, where = config.model, config.where
+    if meta_model.architecture is not None:
+        expected = f'no value, since {where} says what was trained'
+        raise OptionError('architecture', expected, meta_model.architecture)
     kind = model['type'].rpartition('.')[2]
     meta_model.described_by = f'{kind} of {where}'
     module = meta_model.module
@@ -64,6 +61,11 @@ def build_xtuners(meta_model: MetaModel, model: Mapping[str, Any], where: str, b
             setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
     _add_the_rest(module, model, meta_model.stored)
     freeze_parts(module, model)
+    return True
+
+
+def _is_xtuners(model: Mapping[str, Any]) -> bool:
+    return isinstance(model.get('llm'), Mapping) and 'pretrained_model_name_or_path' in model['llm']
 
 
 def _child_of_xtuners(
@@ -137,19 +139,4 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
         return ProjectorModel(config)
 
 
-def freeze_parts(module: nn.Module, model: Mapping[str, Any]) -> None:
-    """Freeze the parts that XTuner's LLaVAModel and InternVL_V1_5 freeze; adapters stay trainable.
-
-    Models around them, such as Sa2VA's, have their config under the name of the part.
-    """
-    for option, names in _FROZEN_BY.items():
-        for path, parameter in module.named_parameters() if model.get(option) is True else ():
-            if not names.isdisjoint(path.split('.')[:2]):
-                parameter.requires_grad_(_is_trained_with_adapter(path))
-    for name, part in module.named_children():
-        if isinstance(model.get(name), Mapping):
-            freeze_parts(part, model[name])
-
-
-def _is_trained_with_adapter(path: str) -> bool:
-    return 'lora_' in path or '.modules_to_save.' in path
+MODEL_BUILDERS.own += [build_xtuners]
