@@ -20,7 +20,7 @@ from typing import Any
 from xhf_hooks.errors import OptionError
 
 #: Extensions in this package. Nothing else imports them; each adds what it has to the registries when it is imported.
-OWN_EXTENSIONS = ('xhf_hooks.exporters.xtuner', 'xhf_hooks.offline.model.xtuner_models')
+OWN_EXTENSIONS = ('xhf_hooks.xtuner',)
 
 
 class Registry:

@@ -35,8 +35,8 @@ PURE = (
 )
 #: From the top: each imports from those below it, and from itself.
 LAYERS = (
-    '__init__', 'extending', 'hooks', 'integrations', 'cli', 'runs', 'offline', 'options', 'places', 'files', 'sources',
-    'exporters', 'planning', 'ranks', 'registry', 'format', 'system', 'model', 'compat', 'errors',
+    '__init__', 'extending', 'xtuner', 'hooks', 'integrations', 'cli', 'runs', 'offline', 'options', 'places', 'files',
+    'sources', 'exporters', 'planning', 'ranks', 'registry', 'format', 'system', 'model', 'compat', 'errors',
 )  # fmt: skip
 
 
@@ -140,9 +140,10 @@ def test_layers():
 HEAVY = ('deepspeed', 'transformers', 'peft', 'xtuner', 'axolotl', 'torch.distributed.fsdp', 'torch.distributed.tensor')
 #: Files, and what they must not import.
 FORBIDDEN = {
-    'exporters know no ranks': (files_in('exporters/'), ('torch.distributed',)),
+    'exporters know no ranks': (files_in('exporters/', 'xtuner/'), ('torch.distributed',)),
     'sources apart': (files_in('sources/', 'offline/checkpoint/'), ('xhf_hooks.exporters', 'xhf_hooks.files')),
-    'exporters apart': (files_in('exporters/'), ('xhf_hooks.files',)),
+    'exporters apart': (files_in('exporters/', 'xtuner/'), ('xhf_hooks.files',)),
+    'own extensions are known to the registry alone': (all_but('xtuner/'), ('xhf_hooks.xtuner',)),
     'hooks apart': (files_in('hooks/'), ('xhf_hooks.integrations',)),
     'mmengine stays at the doors': (all_but('hooks/', 'registry.py', 'cli/'), ('mmengine',)),
     'neither tests nor tools are there': (FILES, ('tests', 'tools')),

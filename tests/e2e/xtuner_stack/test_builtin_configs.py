@@ -24,8 +24,8 @@ from tests.helpers.ranks.launch import REPO_ROOT
 from xhf_hooks.errors import XhfError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import ExportRequest
-from xhf_hooks.exporters.xtuner.chat_template import template_of_config
 from xhf_hooks.sources import WholeTensorsSource
+from xhf_hooks.xtuner.chat_template import template_of_config
 
 NOT_MMENGINE = 'none: transformers.Trainer trains it, without MMEngine hooks'
 #: Options that choose an attention, a length, or weights to start from, and no other tensors.

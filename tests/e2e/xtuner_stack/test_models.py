@@ -20,8 +20,8 @@ from tests.helpers.models.zoo import NOISE_STD
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.exporters import LoraExporter, exporter_for
 from xhf_hooks.exporters.base import ExportRequest
-from xhf_hooks.exporters.xtuner import ShardedMoeExporter
 from xhf_hooks.sources import source_for
+from xhf_hooks.xtuner import ShardedMoeExporter
 
 REWARD_TOKEN_ID = 130
 

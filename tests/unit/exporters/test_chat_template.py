@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.exporters.xtuner import chat_template
+from xhf_hooks.xtuner import chat_template
 
 HAS_XTUNER = importlib.util.find_spec('xtuner') is not None
 

@@ -18,8 +18,8 @@ from tests.helpers.models.zoo.llava import VOCAB_SIZE, TinyLlava, n_image_tokens
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import HuggingFaceExporter, LoraExporter, exporter_for
-from xhf_hooks.exporters.xtuner import LlavaExporter
 from xhf_hooks.options import DTYPE_CODES
+from xhf_hooks.xtuner import LlavaExporter
 
 LLM_LORA = {'llm': dict(target_modules='all-linear')}
 #: If the installed peft merges it into embeddings.

@@ -14,7 +14,7 @@ from tests.helpers.models.zoo import NOISE_STD, available, build
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter, exporter_for
-from xhf_hooks.exporters.xtuner import RewardExporter
+from xhf_hooks.xtuner import RewardExporter
 
 FAMILIES = [family for family in ('llama', 'qwen2', 'qwen3', 'mixtral', 'gemma2') if available(family)]
 

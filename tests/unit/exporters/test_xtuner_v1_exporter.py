@@ -16,7 +16,7 @@ from tests.helpers.models.model_folder import edit_json
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import exporter_for
-from xhf_hooks.exporters.xtuner import XtunerV1Exporter
+from xhf_hooks.xtuner import XtunerV1Exporter
 
 pytestmark = pytest.mark.modern_only  # the stand-in has Qwen3's names
 

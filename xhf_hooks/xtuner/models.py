@@ -18,7 +18,6 @@ from xhf_hooks.offline.model import transformers_model
 from xhf_hooks.offline.model.frozen import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.run_config import RunConfig, Unread, required
-from xhf_hooks.registry import MODEL_BUILDERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -137,6 +136,3 @@ def _projector(module: nn.Module, model: Mapping[str, Any]) -> nn.Module:
             depth=model.get('projector_depth', 2),
         )
         return ProjectorModel(config)
-
-
-MODEL_BUILDERS.own += [build_xtuners]
