@@ -167,6 +167,12 @@ def test_saves_name_no_training_engine():
     assert [relative(path) for path in files_in('saves/') if 'deepspeed' in path.read_text().lower()] == []
 
 
+def test_one_room_knows_xtuner():
+    """Besides it: its frontend, options that only its models have, and the list of the package's own extensions."""
+    named = [relative(path) for path in all_but('xtuner/') if 'xtuner' in path.read_text(encoding='utf-8').lower()]
+    assert named == ['integrations/xtuner_v1.py', 'options.py', 'registry.py']
+
+
 def test_heavy_packages_are_imported_when_used():
     """Each integration is imported by those who have what it is for."""
     assert breaches(all_but('integrations/'), HEAVY, at_once=True) == []

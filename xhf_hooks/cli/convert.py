@@ -103,7 +103,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         '--llava-format',
         choices=LLAVA_FORMATS,
         metavar='NAME',  # with the choices, the help would take another line
-        help=f"of XTuner's LLaVAModel: {' (default) or '.join(LLAVA_FORMATS)}",
+        help=f'of a LLaVAModel: {" (default) or ".join(LLAVA_FORMATS)}',
     )
     add = parser.add_argument_group('output').add_argument
     add('--dry-run', action='store_true', help='show what would be written; write nothing')

@@ -80,7 +80,7 @@ _IN_COMMANDS = {
     rf"\b{_OPTION}='(\w+)'": r'--\1 \2',
     rf"\b[Ss]et {_OPTION} to '(\w+)'": r'give --\1 \2',
     rf'\b[Ss]et {_OPTION} to None': r'leave --\1 out',
-    r"\b(carry_base|llava_format) (?:to )?'(\w+)'": r'--\1 \2',
+    r"\b(carry_base|llava_format) '(\w+)'": r'--\1 \2',
     rf'\boption {_OPTION}: expected None(?! or)': r'option --\1: expected nothing',
     rf'\boption {_OPTION}\b': r'option --\1',
     r'--(carry|llava)_(base|format)\b': r'--\1-\2',

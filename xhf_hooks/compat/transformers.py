@@ -145,7 +145,7 @@ def set_rope_option(config: PretrainedConfig, name: str, value: Any) -> bool:
 def forget_scaling_by_one(config: PretrainedConfig) -> None:
     """Drop a linear scaling of RoPE by 1.0, which changes nothing, if the config's class refuses to load it.
 
-    Classes before transformers 4.45 do. XTuner sets it after loading where the context is not longer than the base's.
+    Classes before transformers 4.45 do. Trainers set it after loading where the context is not longer than the base's.
     """
     scaling = getattr(config, 'rope_scaling', None)
     if not isinstance(scaling, dict) or scaling.get('factor') != 1 or scaling.get('type') != 'linear':

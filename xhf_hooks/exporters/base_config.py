@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def warn_of_lost_config(model: PreTrainedModel, base_model: LocatedBase) -> list[str]:
-    """A warning if the trained model computes with other settings than its base, such as XTuner's scaled RoPE.
+    """A warning if the trained model computes with other settings than its base, such as scaled RoPE.
 
     Both configs are as the class in the installed transformers reads them; what others have set in the live one that
     the class does not know is not compared.
@@ -72,7 +72,7 @@ def _differences(trained: Mapping[str, Any], of_base: Mapping[str, Any], path: s
 
 
 def _without_scaling_by_one(value: Any) -> Any:
-    """The settings of RoPE without a linear scaling by 1.0, which changes nothing, and which XTuner sets.
+    """The settings of RoPE without a linear scaling by 1.0, which changes nothing, and which trainers set.
 
     The kind of scaling has two names in transformers 4, and either is enough.
     """

@@ -88,10 +88,9 @@ def require_not_quantized(model: PreTrainedModel) -> None:
             raise ModelError(
                 f'{where}{type(model).__name__} is quantized ({quantized}), and such weights can neither be exported '
                 f"nor merged with an adapter without loss. Save the adapter alone: set lora to 'adapter' and, for "
-                f"LLaVA, llava_format to 'xtuner'. A merged model can be made after training, from the unquantized "
-                f'base: with `xhf-convert WORK_DIR OUT --lora merge`, or from the saved adapter with '
-                f'`xtuner convert merge BASE hf_model OUT` or merge_and_unload of peft. For InternVL, set '
-                f'quantization_llm and quantization_vit to False'
+                f'LLaVA, set llava_format to None. A merged model can be made after training, from the unquantized '
+                f'base: with `xhf-convert WORK_DIR OUT --lora merge`, or from the saved adapter with merge_and_unload '
+                f'of peft. For InternVL, set quantization_llm and quantization_vit to False'
             )
 
 

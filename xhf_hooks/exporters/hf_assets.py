@@ -311,7 +311,7 @@ def compare_vocabulary(
         raise ModelError(
             f'the tokenizer has {n_tokens} tokens, but the model has embeddings for {embedding_rows}: give the '
             f"model's own (the option tokenizer; in xhf-convert, beside the checkpoint or in --base), or resize the "
-            f'embeddings before training (XTuner: give the model its tokenizer). If no file of a '
+            f'embeddings before training (a model that takes a tokenizer does it if it gets one). If no file of a '
             f'finished run has the added rows, nobody saved them (Trainer saves frozen embeddings nowhere at ZeRO-3): '
             f'give with --base the model that has them'
         )

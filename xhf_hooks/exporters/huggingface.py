@@ -1,4 +1,4 @@
-"""Exports a transformers ``PreTrainedModel``: the trained model, or a part of it such as XTuner's ``llm``."""
+"""Exports a transformers ``PreTrainedModel``: the trained model, or a part of it such as ``llm``."""
 
 from __future__ import annotations
 

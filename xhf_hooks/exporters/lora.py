@@ -52,7 +52,7 @@ ADAPTER_FILES = FileSet(stem='adapter_model', may_split=False)
 
 
 class LoraExporter(CompositeExporter):
-    """Exports a ``PeftModel``: the trained model, or a part of it such as XTuner's ``llm``.
+    """Exports a ``PeftModel``: the trained model, or a part of it such as ``llm``.
 
     Writes the active adapter, the merged model, or the merged model with the adapter in a subfolder. Several active
     adapters are merged together, or written into the folders into which peft's ``save_pretrained`` writes them.
@@ -260,10 +260,10 @@ def _computed_by_peft(kind: str, what: str) -> ModelError:
 
 
 class NestedLoraExporter(HuggingFaceExporter):
-    """Exports a ``PreTrainedModel`` with adapters on some parts, such as XTuner's ``InternVL_V1_5``, merged and whole.
+    """Exports a ``PreTrainedModel`` with adapters on some parts, such as ``InternVL_V1_5``, merged and whole.
 
     The parts cannot be loaded separately, and other trained weights (InternVL's ``mlp1``) must be saved with them.
-    XTuner's ``configs/internvl/v1_5/convert_to_official.py`` does the same.
+    ``convert_to_official.py``, which comes with the configs of InternVL, does the same.
     """
 
     options = ('lora',)

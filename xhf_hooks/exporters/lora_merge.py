@@ -158,7 +158,7 @@ def merge_adapters(
 
     if getattr(model.config, 'moe_implementation', None) == 'shard':
         raise ModelError(
-            "merging an adapter into XTuner's sharded experts is not supported; set lora to 'adapter', or train "
+            "merging an adapter into sharded experts is not supported; set lora to 'adapter', or train "
             "with moe_implementation='origin'"
         )
     # The base of ModulesToSaveWrapper, which is alone before peft 0.15

@@ -43,7 +43,7 @@ def write_model_card(folder: Path, base: LocatedBase, step: Step) -> None:
     """Write a model card into a folder that has none. Runs on: rank 0, when all but the weights is written.
 
     peft and sentence-transformers write their own. A folder that no library of the Hub loads as a whole gets none: it
-    has several models, without a config.json of its own (XTuner's layout of LLaVA), or its config.json names no class.
+    has several models, without a config.json of its own (LLaVA in parts), or its config.json names no class.
 
     Args:
         base: The model that training began with.

@@ -239,7 +239,7 @@ register_hook('HFCheckpointHook', HFCheckpointHook)
 
 
 def _warn_about_hooks_of_this_name(runner: Any, log: RunLog) -> None:
-    """Warn about other hooks with this name, such as XTuner's, which would run, too."""
+    """Warn about other hooks with this name, which would run, too."""
     for kind in map(type, runner.hooks):
         if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
             name = f'{kind.__module__}.{kind.__name__}'

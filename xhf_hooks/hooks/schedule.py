@@ -27,7 +27,7 @@ class Schedule:
 
 
 def counts_epochs(runner: Any) -> bool:
-    """Whether training counts epochs. In IterBasedTrainLoop and XTuner's TrainLoop, the whole training is one epoch."""
+    """Whether training counts epochs. In IterBasedTrainLoop and its subclasses, the whole training is one epoch."""
     if isinstance(runner.train_loop, (EpochBasedTrainLoop, IterBasedTrainLoop)):
         return isinstance(runner.train_loop, EpochBasedTrainLoop)
     checkpoint_hook = _checkpoint_hook(runner)  # an unknown loop: do as the run's CheckpointHook does

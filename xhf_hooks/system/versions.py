@@ -30,25 +30,13 @@ def require_packages(*names: str) -> None:
     for name in names:
         try:
             found = f'{name} {version(name)}'
+            remedy = 'upgrade it, or install a tested set if other packages need an older one (docs/versions.md)'
         except PackageNotFoundError:
             if util.find_spec(name) is not None:  # a clone on PYTHONPATH, which has no metadata
                 continue
-            found = 'none'
+            found, remedy = 'none', f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
         if version_numbers(found) < version_numbers(LEAST[name]):  # none: 0.0.0
-            raise InstalledError(
-                f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; {_remedy(name)}'
-            )
-
-
-def _remedy(name: str) -> str:
-    """The remedy in the message. The newest version would break XTuner 0.1, which needs older packages."""
-    try:
-        xtuner = version('xtuner')
-    except PackageNotFoundError:
-        xtuner = ''
-    if xtuner and version_numbers(xtuner) < (0, 2):
-        return f'xtuner {xtuner} works with few newer versions: install one of the tested sets (docs/versions.md)'
-    return f"pip install '{name}>={LEAST[name]}' (tested sets: docs/versions.md)"
+            raise InstalledError(f'installed packages: expected {name} {LEAST[name]} or newer, found {found}; {remedy}')
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

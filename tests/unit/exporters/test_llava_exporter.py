@@ -172,7 +172,7 @@ def test_quantized_llm(bases):
     model = TinyLlava(bases, lora=LLM_LORA)
     model.llm.get_base_model().quantization_method = 'bitsandbytes'
     assert type(exporter_for(model, None)) is LlavaExporter
-    with pytest.raises(ModelError, match=r"is quantized \(bitsandbytes\).* llava_format to 'xtuner'"):
+    with pytest.raises(ModelError, match=r'is quantized \(bitsandbytes\).* set llava_format to None'):
         exporter_for(model, None, llava_format='huggingface')
 
 

@@ -39,11 +39,12 @@ def test_the_hook_tells_what_is_too_old(has, name, old):
     assert f'expected {name} {versions.LEAST[name]} or newer' in str(told.value)
 
 
-def test_no_upgrade_is_advised_that_breaks_xtuner(has):
+def test_the_newest_version_is_not_advised_where_others_may_need_an_older_one(has):
+    """XTuner 0.1 works with few newer versions."""
     from xhf_hooks import HFCheckpointHook
 
-    has(**{**NEW, 'transformers': '4.35.2', 'xtuner': '0.1.23'})
-    with pytest.raises(InstalledError, match=r'found transformers 4\.35\.2; xtuner 0\.1\.23 works with few') as told:
+    has(**{**NEW, 'transformers': '4.35.2'})
+    with pytest.raises(InstalledError, match=r'transformers 4\.35\.2; upgrade it, or install a tested set') as told:
         HFCheckpointHook()
     assert 'pip install' not in str(told.value)
 

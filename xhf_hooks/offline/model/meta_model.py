@@ -55,7 +55,7 @@ class Base:
         return next((weights[name] for name in self.names[id(tensor)] if name in weights), None)
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
-        """Whether the run is known to have frozen one of its tensors: by peft, or by an option of XTuner's model.
+        """Whether the run is known to have frozen one of its tensors: by peft, or by its config.
 
         Buffers count as frozen if parameters are.
         """

@@ -1,4 +1,4 @@
-"""Adapters that a run put on parts of its model: InternVL_V1_5 of XTuner with ``llm_lora``, models around it as Sa2VA.
+"""Adapters that a run put on parts of its model, such as InternVL_V1_5 with ``llm_lora``, and models around it.
 
 The checkpoint's names show which parts peft had adapted; how, such as ``lora_alpha``, stands in the run's config only.
 """

@@ -23,10 +23,10 @@ from xhf_hooks.offline.model.run_config import RunConfig, Unread, parse_config
 from xhf_hooks.offline.model.stored_names import name_in_base
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
-#: Fields of a model's config that name a base: of XTuner's models, and of projects around them such as Sa2VA.
+#: Fields of a model's config, or of a part of it, that name a base.
 _OF_BASE = ('model_path', 'pretrained_model_name_or_path')
-#: XTuner's models that load ``pretrained_pth`` into the model with its adapters (xtuner ``model/llava.py``,
-#: ``model/internvl.py``). Sa2VA loads it before it adds them, under the names of the plain model.
+#: Models that load ``pretrained_pth`` when they have their adapters. Sa2VA loads it before it adds them, under names of
+#: the plain model.
 _LOAD_AFTER_ADAPTERS = ('LLaVAModel', 'InternVL_V1_5')
 
 
@@ -70,8 +70,8 @@ class LoadedOver:
         path: The file or folder, or an expression in the config that was not read.
         prefix: The path, with a dot at the end, of the part of the model that loaded it; '' for the model itself.
         is_before_adapters: Whether tensors with a plain name were loaded into modules that got an adapter later.
-        rounds_to_fp16: Whether a folder was read by XTuner, which rounds the fp32 masters in it to fp16 (xtuner
-            ``model/utils.py``, ``guess_load_checkpoint``; ``utils/zero_to_any_dtype.py``).
+        rounds_to_fp16: Whether a folder was read by ``guess_load_checkpoint``, with which models load
+            ``pretrained_pth``: it rounds the fp32 masters to fp16.
     """
 
     option: str

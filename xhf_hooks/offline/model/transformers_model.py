@@ -368,8 +368,7 @@ def adapter_config_in(folder: Path) -> PeftConfig:
 def adapt(model: PreTrainedModel, lora: PeftConfig) -> PeftModel:
     """Add an untrained adapter to ``model``.
 
-    Without ``target_modules``, all linear layers but the head are adapted, as in XTuner (``find_all_linear_names`` in
-    ``model/utils.py``).
+    Without ``target_modules``, all linear layers but the head are adapted, as a run's ``find_all_linear_names`` does.
     """
     from peft import get_peft_model
 

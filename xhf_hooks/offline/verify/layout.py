@@ -10,7 +10,7 @@ from xhf_hooks.files.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME, WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.format.loaded_files import is_loaded_text
 
-#: Folders of a model's parts, as XTuner and the exporters of this package name them (xtuner/llava.py).
+#: Folders of a model's parts, as exporters with several parts name them.
 _WHOLE_PARTS = ('llm', 'visual_encoder', 'projector')
 _ADAPTERS = ('llm_adapter', 'visual_encoder_adapter')
 _PARTS = (*_WHOLE_PARTS, *_ADAPTERS, OTHER_MODULES, ADAPTER_FOLDER, *(f'{ADAPTER_FOLDER}/{name}' for name in _ADAPTERS))

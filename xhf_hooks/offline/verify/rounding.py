@@ -1,7 +1,7 @@
 """Compares two pieces of a tensor: the same, different by rounding, or different.
 
 A difference is *rounding* if one value is the other rounded once: to its own dtype, or to a narrower one that both
-dtypes hide. The fp32 values that xtuner's ``pth_to_hf --fp32`` stores were first rounded to fp16.
+dtypes hide. The fp32 values that ``pth_to_hf --fp32`` stores were first rounded to fp16.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _OOM_SCORE = 500
 _MOST_READ_NBYTES = 2**20
 _PLACEHOLDER = re.compile(r'\{(path|step|label|output)\}')
 #: Variables by which torchrun, deepspeed, accelerate, MPI and SLURM's srun describe a rank, and by which launchers find
-#: nodes (PET_* of torchrun, set by Kubeflow; NNODES and NPROC_PER_NODE, read by XTuner and ms-swift). With them, a
+#: nodes (PET_* of torchrun, set by Kubeflow; NNODES and NPROC_PER_NODE, read by ms-swift and others). With them, a
 #: program would act as a rank, or a launcher as a node of the training, and wait for the other ranks.
 _OF_A_RANK = re.compile(
     r'(RANK|WORLD_SIZE|CROSS_(RANK|SIZE)|(MASTER_)?(ADDR|PORT)|NNODES|NODE_RANK|NPROC(_PER_NODE)?'
