@@ -27,9 +27,9 @@ def source_for(model: nn.Module) -> Source:
     """
     for registered in SOURCES.last_first():
         if registered.accepts(model):
-            return registered(model)
+            return registered.of(model)
     refuse_other_parallelism(model)
-    return next(built_in for built_in in BUILT_IN if built_in.accepts(model))(model)
+    return next(built_in for built_in in BUILT_IN if built_in.accepts(model)).of(model)
 
 
 def open_wrapper(wrapper: Any) -> tuple[Any, dict[str, Any]] | None:

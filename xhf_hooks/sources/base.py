@@ -14,6 +14,7 @@ from xhf_hooks.planning.types import TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Self
 
     from xhf_hooks.planning.spread import Spread
     from xhf_hooks.ranks.collective import Collective
@@ -68,6 +69,15 @@ class Source(ABC):
 
     @abstractmethod
     def __init__(self, model: nn.Module) -> None: ...
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Make the source of a model. If the engine has to change its state before it can be read, it does so here.
+
+        Raises:
+            ModelError: The source cannot read this model.
+        """
+        return cls(model)
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:

@@ -25,19 +25,24 @@ from xhf_hooks.sources.whole_tensors import WholeTensorsSource
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
+    from typing_extensions import Self
 
 
 class Fsdp2Source(WholeTensorsSource):
     """Every parameter is a DTensor; rank r holds its r-th ``torch.chunk`` along dimension 0 or another dimension.
 
     Gathers one DTensor at a time. Parameters that a forward pass without a backward pass has left gathered are freed
-    first; training gathers them again.
+    first (:meth:`of`); training gathers them again.
+
+    Raises:
+        ModelError: torch is older than 2.6.
     """
 
     partitioned_by = 'FSDP'
     memory_factor = 3
 
-    def __init__(self, model: nn.Module) -> None:
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
         try:
             from torch.distributed.fsdp import FSDPModule
         except ImportError:
@@ -50,7 +55,7 @@ class Fsdp2Source(WholeTensorsSource):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        super().__init__(model)
+        return super().of(model)
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -100,47 +105,49 @@ class Fsdp1Source(WholeTensorsSource):
 
     Gathers one flat parameter at a time with ``summon_full_params``. ``FlatParameter`` records where each parameter
     lies in it (torch ``distributed/fsdp/_flat_param.py``: ``_shapes``, ``_numels_with_padding``, and for this rank
-    ``_shard_param_infos``).
+    ``_shard_param_infos``). A forward pass without a backward pass has put whole parameters into the modules;
+    :meth:`of` puts the sharded ones back.
 
     Raises:
-        ModelError: ``use_orig_params`` is False.
+        ModelError: ``use_orig_params`` is False, or tensor parallelism splits parameters, too.
     """
 
     partitioned_by = 'FSDP'
     memory_factor = 3
 
     def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        self._modules = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+        super().__init__(model)
+        self._modules = _fsdp_modules(model)
         #: The FSDP module of a parameter, its number there, and how many elements precede it in the flat parameter
         self._place: dict[int, tuple[FullyShardedDataParallel, int, int]] = {}
         for module in self._modules:
-            self._enter(module)
-        super().__init__(model)
+            if module._handle is not None:  # else all its parameters belong to nested FSDP modules
+                flat = module._handle.flat_param
+                ends = accumulate(flat._numels_with_padding)
+                lengths = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=False)
+                starts = [end - numel for end, numel, is_padding in lengths if not is_padding]
+                for index, (parameter, start) in enumerate(zip(flat._params, starts, strict=True)):
+                    self._place[id(parameter)] = module, index, start
 
-    def _enter(self, module: FullyShardedDataParallel) -> None:
-        handle = module._handle
-        if handle is None:  # all its parameters belong to nested FSDP modules
-            return
-        if not module._use_orig_params:
-            raise ModelError(
-                'FullyShardedDataParallel without use_orig_params keeps only flat parameters; set '
-                'use_orig_params=True (Accelerate: fsdp_use_orig_params: true), or use fully_shard'
-            )
-        if any(extension is not None for extension in handle.flat_param._param_extensions):
-            raise ModelError(
-                'FullyShardedDataParallel over DTensors of tensor parallelism (parallelize_module) cannot be saved; '
-                'use fully_shard (FSDP2), which can'
-            )
-        if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
-            handle._use_sharded_views()
-        flat = handle.flat_param
-        ends = accumulate(flat._numels_with_padding)
-        lengths = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=False)
-        starts = [end - numel for end, numel, is_padding in lengths if not is_padding]
-        for index, (parameter, start) in enumerate(zip(flat._params, starts, strict=True)):
-            self._place[id(parameter)] = (module, index, start)
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        for module in _fsdp_modules(model):
+            handle = module._handle
+            if handle is None:
+                continue
+            if not module._use_orig_params:
+                raise ModelError(
+                    'FullyShardedDataParallel without use_orig_params keeps only flat parameters; set '
+                    'use_orig_params=True (Accelerate: fsdp_use_orig_params: true), or use fully_shard'
+                )
+            if any(extension is not None for extension in handle.flat_param._param_extensions):
+                raise ModelError(
+                    'FullyShardedDataParallel over DTensors of tensor parallelism (parallelize_module) cannot be '
+                    'saved; use fully_shard (FSDP2), which can'
+                )
+            if handle._skipped_use_sharded_views:  # after a forward pass without a backward pass
+                handle._use_sharded_views()
+        return super().of(model)
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
@@ -200,6 +207,12 @@ class Fsdp1Source(WholeTensorsSource):
 
     def _is_sharded(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._place and self._place[id(tensor)][0]._handle.uses_sharded_strategy
+
+
+def _fsdp_modules(model: nn.Module) -> list[FullyShardedDataParallel]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
 def _is_class_of_torch(cls: type, name: str) -> bool:

@@ -40,7 +40,7 @@ def test_each_rank_holds_what_torch_says(first_of_eight_ranks, sizes):
     if sizes[2] > 1:
         split_layers(model, mesh['tp'])
     fully_shard(model, mesh=mesh['replicas', 'shards'] if sizes[0] > 1 else mesh['shards'])
-    source = Fsdp2Source(model)
+    source = Fsdp2Source.of(model)
     spreads = source.spread(source.specs(), Mock())
     columns = {n for n, _ in model.named_parameters() if sizes[2] > 1 and ('o_proj' in n or 'down_proj' in n)}
     assert spreads.keys() == {name for name, _ in model.named_parameters()} - columns
