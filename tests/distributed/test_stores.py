@@ -197,7 +197,7 @@ def kind(request, monkeypatch):
 
 @pytest.fixture
 def store(servers, kind, request):
-    return Store(f's3://{BUCKET}/{abs(hash(request.node.name))}/läufe', servers[kind])
+    return Store.open(f's3://{BUCKET}/{abs(hash(request.node.name))}/läufe', servers[kind])
 
 
 def test_objects(store):
@@ -224,7 +224,7 @@ def test_a_store_that_knows_no_checksums_in_headers(servers, tmp_path, nbytes):
     (tmp_path / 'b.bin').write_bytes(random.Random(nbytes).randbytes(nbytes))
     with faulty_proxy(servers['moto']['endpoint_url']) as proxy:
         proxy.knows_checksums = False
-        store = Store(f's3://{BUCKET}/no_checksums', dict(endpoint_url=proxy.url))
+        store = Store.open(f's3://{BUCKET}/no_checksums', dict(endpoint_url=proxy.url))
         store.require_usable()
         store.put_file('a/b.bin', tmp_path / 'b.bin')
         assert store.sizes('a') == {'b.bin': nbytes}
@@ -237,7 +237,7 @@ def test_refusals_tell_no_secret(servers, kind, monkeypatch):
     get_filesystem_class('s3').clear_instance_cache()  # has what other tests opened
     for bucket in ('no-such-bucket', *([BUCKET] if kind == 'rclone' else [])):  # moto takes any credentials
         with pytest.raises(StoreError, match='upload_to') as caught:
-            Store(f's3://{bucket}/b', servers[kind]).require_usable()
+            Store.open(f's3://{bucket}/b', servers[kind]).require_usable()
         assert f's3://{bucket}/b' in str(caught.value)
         assert not any(secret in str(caught.value) for secret in (KEY, SECRET, SECRET[::-1]))
 
@@ -246,4 +246,4 @@ def test_an_older_botocore_gets_only_options_that_it_has(servers, kind, monkeypa
     """1.34 lacks the validation of checksums, and refuses it with a TypeError; every version refuses this one."""
     monkeypatch.setitem(objects._S3_CONFIG, 'an_option_of_later_versions', 'when_required')
     get_filesystem_class('s3').clear_instance_cache()
-    Store(f's3://{BUCKET}/older', servers[kind]).require_usable()
+    Store.open(f's3://{BUCKET}/older', servers[kind]).require_usable()

@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 _URL = re.compile(r'hf://buckets/([^/]+/[^/]+)(/.*)?', re.IGNORECASE)
 
@@ -30,19 +33,27 @@ class HubBucket:
     Paths are ``OWNER/NAME/KEY``, as fsspec's.
 
     Args:
-        url: Of the bucket, or of a place in it.
-        arguments: For ``HfApi``, such as ``endpoint``.
-
-    Attributes:
+        api: The ``HfApi`` that sends requests.
+        name: The bucket, as ``OWNER/NAME``.
         root: The path that the URL stands for.
-
-    Raises:
-        ImportError: The installed huggingface_hub has no buckets, or lacks a package that it sends files with.
     """
 
     async_impl = False  # to Store: methods are called as they are, and have the time limits of huggingface_hub
 
-    def __init__(self, url: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, api: HfApi, name: str, root: str) -> None:
+        self._api, self._bucket, self.root = api, name, root
+
+    @classmethod
+    def open(cls, url: str, arguments: Mapping[str, Any]) -> HubBucket:
+        """Open a bucket. Nothing is sent yet.
+
+        Args:
+            url: The URL of the bucket, or of a place in it.
+            arguments: Arguments for ``HfApi``, such as ``endpoint``.
+
+        Raises:
+            ImportError: The installed huggingface_hub has no buckets, or lacks a package that it sends files with.
+        """
         import huggingface_hub
 
         if not hasattr(huggingface_hub.HfApi, 'batch_bucket_files'):
@@ -55,9 +66,7 @@ class HubBucket:
         found = _URL.fullmatch(url)
         if found is None:
             raise ValueError('expected hf://buckets/OWNER/NAME')
-        self._bucket = found[1]
-        self.root = f'{found[1]}{found[2] or ""}'.rstrip('/')
-        self._api = huggingface_hub.HfApi(**arguments)
+        return cls(huggingface_hub.HfApi(**arguments), found[1], f'{found[1]}{found[2] or ""}'.rstrip('/'))
 
     def pipe_file(self, path: str, data: bytes) -> None:
         """Write an object; readers see the old or the new one."""

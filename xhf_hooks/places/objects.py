@@ -52,12 +52,17 @@ def _s3_config() -> dict[str, Any]:
     return {name: value for name, value in _S3_CONFIG.items() if name in Config.OPTION_DEFAULTS}
 
 
+def _protocol(url: str) -> str:
+    return url.partition('://')[0].lower()
+
+
 class Store:
     """Objects under one URL, by keys relative to it, with slashes.
 
     Args:
-        url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports; or of a bucket of the Hub.
-        storage_options: Arguments for fsspec's file system, such as ``endpoint_url``; of HfApi for a bucket.
+        url: The URL.
+        files: The file system of fsspec that has it, or what has the same methods.
+        root: The path of the URL in this file system.
         warn: Called at once when a request fails and will be repeated.
 
     Attributes:
@@ -65,10 +70,6 @@ class Store:
         least_rate: The slowest accepted upload of a file, in bytes per second; its deadline is later accordingly.
         pauses_secs: Pauses before a request is sent again.
         patience_secs: A request that fails after this time is not sent again.
-
-    Raises:
-        StoreError: The library is missing, or refuses ``storage_options``. Nothing is sent yet, except that some
-            libraries look for credentials.
     """
 
     answer_secs = 20.0
@@ -76,41 +77,53 @@ class Store:
     pauses_secs: tuple[float, ...] = (0.5, 1.0, 2.0)
     patience_secs = 30.0
 
-    def __init__(
-        self,
+    def __init__(self, url: str, files: Any, root: str, warn: Callable[[str], object]) -> None:
+        self.url, self._warn = url, warn
+        self._fs, self._root = files, root.rstrip('/')
+        self._random = random.Random()  # training draws from the module's, perhaps together with other ranks
+        protocol = _protocol(url)
+        self._is_s3, self._has_files = protocol in _S3, protocol in _WITH_FILES
+        self._has_folders = protocol in _WITH_FOLDERS
+
+    @classmethod
+    def open(
+        cls,
         url: str,
         storage_options: Mapping[str, Any] | None = None,
         *,
         warn: Callable[[str], object] = lambda said: None,
-    ) -> None:
+    ) -> Store:
+        """Open a store. Nothing is sent yet, except that some libraries look for credentials.
+
+        Args:
+            url: A URL such as ``'s3://bucket/run'``, with any protocol that fsspec supports; or of a bucket of the Hub.
+            storage_options: Arguments for fsspec's file system, such as ``endpoint_url``; of HfApi for a bucket.
+            warn: Called at once when a request fails and will be repeated.
+
+        Raises:
+            StoreError: The library is missing, or refuses ``storage_options``.
+        """
         import fsspec
 
-        self.url, self._warn = url, warn
-        self._random = random.Random()  # training draws from the module's, perhaps together with other ranks
-        protocol = self.url.partition('://')[0].lower()
         given = dict(storage_options or {})
         own: dict[str, Any] = {'use_listings_cache': False}
-        self._fs: Any
         try:
-            if protocol in _S3:
+            if is_bucket_url(url):
+                bucket = HubBucket.open(url, given)
+                return cls(url, bucket, bucket.root, warn)
+            if _protocol(url) in _S3:
                 own['config_kwargs'] = {**_s3_config(), **given.get('config_kwargs', {})}
                 own['max_concurrency'] = _S3_PARTS
-            if is_bucket_url(url):
-                self._fs = HubBucket(url, given)
-                root = self._fs.root
-            else:
-                # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a
-                # loop
-                self._fs, root = fsspec.core.url_to_fs(self.url, **{**given, **own})
+            # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
+            files, root = fsspec.core.url_to_fs(url, **{**given, **own})
         except ImportError as error:
             raise StoreError(f'{url}: {error} (docs/object-stores.md), or set upload_to to another place') from None
         except Exception as error:  # of any type: each store's library raises its own
             said = without_secrets(f'{type(error).__name__}: {error}')
             raise StoreError(f'{url}: cannot be opened: {said}; check upload_to and storage_options') from None
-        self._root, self._is_s3, self._has_files = root.rstrip('/'), protocol in _S3, protocol in _WITH_FILES
-        self._has_folders = protocol in _WITH_FOLDERS
-        if self._is_s3:
-            self._fs.retries = _S3_RETRIES
+        if _protocol(url) in _S3:
+            files.retries = _S3_RETRIES
+        return cls(url, files, root, warn)
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object atomically: readers see the old or the new one."""

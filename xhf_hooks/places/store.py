@@ -131,7 +131,7 @@ class StoredSaves:
     @cached_property
     def store(self) -> Store:
         """The connection of this process. Runs on: any rank."""
-        return Store(self.url, self._options, warn=self._warn)
+        return Store.open(self.url, self._options, warn=self._warn)
 
     def begin(self, label: str, files: Collection[str]) -> str:
         """Begin a save, such as that of ``iter_500``, and name it in the pointer; returns its name.

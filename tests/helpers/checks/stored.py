@@ -20,4 +20,4 @@ def folders_in(store: Store) -> set[str]:
 
 def runs_in(url: str, options: Mapping[str, Any] | None = None) -> list[Store]:
     """The stores at the prefixes of the runs that have uploaded to a URL, in the order of their names."""
-    return [Store(f'{url}/{name}', options) for name in sorted(folders_in(Store(url, options)))]
+    return [Store.open(f'{url}/{name}', options) for name in sorted(folders_in(Store.open(url, options)))]

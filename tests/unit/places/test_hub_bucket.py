@@ -55,7 +55,7 @@ def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     for number in (1, 2, 3):
         publish(saves, local, number)
     saves.clean_at_end()
-    assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_2', 'hf_model_iter_3')
+    assert read_pointer(Store.open(url), 'hf_model').saves == ('hf_model_iter_2', 'hf_model_iter_3')
     assert said == []
     names = {path.name for path in local.path.iterdir()}
     assert MANIFEST_NAME in names
@@ -73,7 +73,7 @@ def test_files_are_sent_from_where_they_are(hub, tmp_path, monkeypatch):
     commit_one(local := CheckpointFolder(tmp_path / 'hf_model', 1), 1)
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'gone'))
     monkeypatch.setenv('TMPDIR', str(tmp_path / 'gone'))
-    store = Store(URL)
+    store = Store.open(URL)
     for path in local.path.iterdir():
         store.put_file(f'save/{path.name}', path)
     assert hub.objects == {f'runs/first/save/{path.name}': path.read_bytes() for path in local.path.iterdir()}
@@ -85,7 +85,7 @@ def test_no_progress_bars_are_printed_and_what_the_user_has_set_stays(hub, tmp_p
     monkeypatch.setenv('TQDM_POSITION', '-1')  # as on a terminal
     monkeypatch.setattr(bars, 'progress_bar_states', {'_global': not are_disabled, 'of.somebody': are_disabled})
     (tmp_path / 'file').write_bytes(bytes(100))
-    store = Store(URL)
+    store = Store.open(URL)
     store.put_file('file', tmp_path / 'file')
     store.put('object', b'content')
     assert store.get('object') == b'content'
@@ -101,12 +101,12 @@ def test_progress_bars_that_the_environment_decides_are_left_alone(hub, monkeypa
         monkeypatch.setattr(module, 'HF_HUB_DISABLE_PROGRESS_BARS', variable == '1')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        Store(URL).put('object', b'content')
+        Store.open(URL).put('object', b'content')
     assert bool(capsys.readouterr().err) is (variable == '0')
 
 
 def test_what_is_not_there_is_read_as_none_and_deleted_without_an_error(hub):
-    store = Store(URL)
+    store = Store.open(URL)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert store.get('hf_model.json') is None
@@ -117,7 +117,7 @@ def test_what_is_not_there_is_read_as_none_and_deleted_without_an_error(hub):
 
 
 def test_a_refused_request_is_told(hub):
-    store = Store(URL, warn=(said := []).append)
+    store = Store.open(URL, warn=(said := []).append)
     store.put('a', b'content')
     hub.is_read_only = True
     for request in (lambda: store.put('a', b'other'), lambda: store.delete(['a'])):
@@ -130,7 +130,7 @@ def test_an_older_library_is_named_with_what_is_needed(monkeypatch):
     monkeypatch.setattr(huggingface_hub, 'HfApi', object)
     monkeypatch.setattr(huggingface_hub, '__version__', '0.36.0')
     with pytest.raises(StoreError) as told:
-        Store(URL)
+        Store.open(URL)
     assert str(told.value) == (
         f'{URL}: buckets of the Hub need huggingface_hub 1.5 or newer (HfApi.batch_bucket_files), and 0.36.0 is '
         f'installed (docs/object-stores.md), or set upload_to to another place'
@@ -138,13 +138,13 @@ def test_an_older_library_is_named_with_what_is_needed(monkeypatch):
     monkeypatch.setattr(huggingface_hub, 'HfApi', SimpleNamespace(batch_bucket_files=None))
     monkeypatch.setattr(hub_bucket, 'find_spec', lambda name: None)
     with pytest.raises(StoreError, match='buckets of the Hub need the package hf_xet'):
-        Store(URL)
+        Store.open(URL)
 
 
 def test_storage_options_are_those_of_the_library(hub):
-    assert Store(URL, dict(endpoint='https://hub'))._fs._api.endpoint == 'https://hub'
+    assert Store.open(URL, dict(endpoint='https://hub'))._fs._api.endpoint == 'https://hub'
     with pytest.raises(StoreError, match=r'cannot be opened: TypeError: .*endpoint_url.*; check upload_to and storage'):
-        Store(URL, dict(endpoint_url='https://hub'))
+        Store.open(URL, dict(endpoint_url='https://hub'))
 
 
 @pytest.mark.parametrize(('url', 'n_ranks'), [(URL, 1), ('memory://run', 4)])

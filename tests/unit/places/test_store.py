@@ -52,12 +52,12 @@ def saves(url):
 
 
 def newest(url: str) -> str | None:
-    return read_pointer(Store(url), 'hf_model').newest
+    return read_pointer(Store.open(url), 'hf_model').newest
 
 
 def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
     """In a save that is deleted, which is told, and beside."""
-    store = Store(url)
+    store = Store.open(url)
     for number in (1, 2, 3, 4):
         publish(saves, local, number)
         assert newest(url) == f'hf_model_iter_{number}' and {*store.sizes(newest(url))} == FILES
@@ -75,8 +75,8 @@ def test_the_first_save_of_every_three_iterations_stays(local, url):
     for number in (1, 2, 4, 5, 7, 8, 9):
         publish(saves, local, number)
     saves.clean_at_end()
-    assert folders_in(Store(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
-    assert read_pointer(Store(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
+    assert folders_in(Store.open(url)) == {'hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9'}
+    assert read_pointer(Store.open(url), 'hf_model').saves == ('hf_model_iter_4', 'hf_model_iter_7', 'hf_model_iter_9')
 
 
 def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
@@ -93,7 +93,7 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
 
 def test_a_repeated_request_draws_no_random_number_of_training(url, tmp_path):
     """Ranks that draw together would no longer draw the same. The store is away for a while."""
-    store = Store(url, warn=(said := []).append)
+    store = Store.open(url, warn=(said := []).append)
     store._fs = Flaky(store._fs, 2)
     before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
     store.put('a', b'content')
@@ -120,7 +120,7 @@ def test_a_step_that_is_saved_again_gets_another_name(saves, local, url):
     publish(saves, local, 1)
     publish(saves, local, 1)
     assert newest(url) == 'hf_model_iter_1_2'
-    assert folders_in(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_1_2'}
+    assert folders_in(Store.open(url)) == {'hf_model_iter_1', 'hf_model_iter_1_2'}
 
 
 def test_runs_have_prefixes_of_their_own(monkeypatch):
@@ -134,21 +134,21 @@ def test_runs_have_prefixes_of_their_own(monkeypatch):
 def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
     publish(saves, local, 1)
     written = upload(saves, local, 2)
-    Store(url).delete([f'hf_model_iter_2/{LOST}'])
+    Store.open(url).delete([f'hf_model_iter_2/{LOST}'])
     if fault == 'short':
-        Store(url).put(f'hf_model_iter_2/{LOST}', b'short')
+        Store.open(url).put(f'hf_model_iter_2/{LOST}', b'short')
     with pytest.raises(IncompleteError, match=f'hf_model_iter_2: the store does not have 1 file.*{LOST}'):
         saves.publish(*written)
     assert newest(url) == 'hf_model_iter_1'
     publish(saves, local, 3)
-    assert folders_in(Store(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
+    assert folders_in(Store.open(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
 def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
-        send_file(Store(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
-    assert keys_in(Store(url)) == set()
+        send_file(Store.open(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))
+    assert keys_in(Store.open(url)) == set()
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -168,16 +168,16 @@ def test_the_answer_to_the_pointer_is_lost(saves, local, url, monkeypatch, arriv
         with pytest.raises(StoreError, match='no answer'):
             saves.publish(*written)
     assert newest(url) == f'hf_model_iter_{2 if arrives else 1}'
-    assert {*Store(url).sizes(newest(url))} == FILES
+    assert {*Store.open(url).sizes(newest(url))} == FILES
     publish(saves, local, 3)
-    assert folders_in(Store(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
+    assert folders_in(Store.open(url)) == {f'hf_model_iter_{2 if arrives else 1}', 'hf_model_iter_3'}
 
 
 def test_what_was_not_published_is_deleted_at_the_end_and_nothing_else_is_read(saves, local, url, monkeypatch):
     publish(saves, local, 1)
     upload(saves, local, 2)
     for number in range(10):
-        Store(url).put(f'others/{number}', b'')
+        Store.open(url).put(f'others/{number}', b'')
     asked, ask = [], Store._ask
 
     def note(self, what, key, *args, **more):
@@ -186,8 +186,8 @@ def test_what_was_not_published_is_deleted_at_the_end_and_nothing_else_is_read(s
 
     monkeypatch.setattr(Store, '_ask', note)
     saves.clean_at_end()
-    assert folders_in(Store(url)) == {'hf_model_iter_1', 'others'}
-    assert read_pointer(Store(url), 'hf_model').writing is None
+    assert folders_in(Store.open(url)) == {'hf_model_iter_1', 'others'}
+    assert read_pointer(Store.open(url), 'hf_model').writing is None
     assert not any('others' in key for key in asked) and '' not in asked
 
 
@@ -200,7 +200,7 @@ def test_a_run_without_an_upload_leaves_nothing(local, tmp_path, is_begun):
     assert [*(tmp_path / 'store').iterdir()] == []
     if is_begun:
         upload(saves, local, 1)
-        assert read_pointer(Store(url), 'hf_model').newest is None
+        assert read_pointer(Store.open(url), 'hf_model').newest is None
     saves.clean_at_end()
     assert [*(tmp_path / 'store').iterdir()] == []
 
@@ -219,7 +219,7 @@ class NoDelete:
 
 
 def test_a_store_that_allows_no_deletion_is_used_if_nothing_will_be_deleted(url):
-    store = Store(url, warn=(said := []).append)
+    store = Store.open(url, warn=(said := []).append)
     store._fs = NoDelete(store._fs)
     with pytest.raises(StoreError, match='cannot delete: PermissionError: Access Denied'):
         store.require_usable()
@@ -236,14 +236,14 @@ def test_what_could_not_be_deleted_is_deleted_with_the_next_save(saves, local, u
         away.setattr(Store, 'delete', lambda self, keys: (_ for _ in ()).throw(StoreError('away')))
         publish(saves, local, 3)
     assert saves.said == ['the save is complete, but older objects were not all deleted: away']
-    assert 'hf_model_iter_1' in folders_in(Store(url)) and Store.delete is delete
+    assert 'hf_model_iter_1' in folders_in(Store.open(url)) and Store.delete is delete
     publish(saves, local, 4)
-    assert folders_in(Store(url)) == {'hf_model_iter_3', 'hf_model_iter_4'}
+    assert folders_in(Store.open(url)) == {'hf_model_iter_3', 'hf_model_iter_4'}
 
 
 def test_a_deleted_pointer_does_not_end_publishing(saves, local, url):
     publish(saves, local, 1)
-    Store(url).delete([pointer_key('hf_model')])
+    Store.open(url).delete([pointer_key('hf_model')])
     publish(saves, local, 2)
     assert newest(url) == 'hf_model_iter_2'
 
@@ -253,11 +253,11 @@ def test_a_foreign_pointer_is_refused_and_stays(saves, local, url, content):
     publish(saves, local, 1)
     key = pointer_key('hf_model')
     if isinstance(content, dict):
-        content = json.dumps({**json.loads(Store(url).get(key)), **content}).encode()
-    Store(url).put(key, content)
+        content = json.dumps({**json.loads(Store.open(url).get(key)), **content}).encode()
+    Store.open(url).put(key, content)
     with pytest.raises(StoreError, match=f'{key}: not written by this package'):
         saves.begin('iter_2', [])
-    assert Store(url).get(key) == content
+    assert Store.open(url).get(key) == content
 
 
 class Hanging(AsyncFileSystem):
@@ -280,7 +280,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path):
     said = []
     monkeypatch.setattr(Store, 'answer_secs', 0.1)
     fsspec.register_implementation('hanging', Hanging, clobber=True)
-    store = Store('hanging://a/b', warn=said.append)
+    store = Store.open('hanging://a/b', warn=said.append)
     with pytest.raises(StoreError, match=r'cannot read: .*does not answer within 0.1 s'):
         store.get('key')
     assert len(said) == 2 and 'does not answer' in said[0]
