@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
     options = ConvertOptions(**{**given, 'dtype': _DTYPES[args.dtype]})
-    checkpoint = CheckpointSource(args.checkpoint, ema=args.ema)
+    checkpoint = CheckpointSource.open(args.checkpoint, ema=args.ema)
     for line in describe_checkpoint(checkpoint):
         say(line)
     conversion = plan_conversion(checkpoint, options)

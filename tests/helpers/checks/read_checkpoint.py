@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def open_checkpoint(path: Path) -> CheckpointSource:
     from xhf_hooks.offline.checkpoint import CheckpointSource
 
-    return CheckpointSource(path)
+    return CheckpointSource.open(path)
 
 
 def read_all(source: CheckpointSource, *, from_master: bool = False) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,16 @@ _KEYS = ('state_dict', 'module', 'model', 'model_state_dict')
 _BESIDE_WEIGHTS = re.compile(r'ema_state_dict|.*optim.*|.*sched.*|.*scaler.*|.*rng.*|.*random.*')
 
 
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
-    """The tensors of a checkpoint of any supported layout.
-
-    Args:
-        path: A path that :func:`find_checkpoint` accepts.
-        ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
+    """The tensors of a checkpoint of any supported layout, as :meth:`open` has found them.
 
     Attributes:
+        found: The files.
         tensors: The tensors by first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
         unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
+        has_unnamed_masters: Whether it is of stage 0 of DeepSpeed, with fp32 masters that do not say whose they are.
         manifest_fields: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``,
             ``world_size``, ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint``
             (path as text).
@@ -58,99 +58,146 @@ class CheckpointSource:
         trained_dtype: The dtype that DeepSpeed cast the model to; None if it did not.
         trained: Names of the parameters that DeepSpeed recorded as trained; None if nothing was recorded.
         not_tensors: Entries of the state dict that are no tensors: a word for the kind, by name.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
+        warnings: What the user has to know.
     """
 
-    def __init__(self, path: Path, *, ema: bool = True) -> None:
-        self.found = found = find_checkpoint(path)
-        self.averages = False
-        self.unproven: tuple[str, ...] = ()
-        self.has_unnamed_masters = False  # of stage 0 of DeepSpeed, which does not say whose they are
-        self.warnings: list[str] = []
-        self.manifest_fields: dict[str, Any] = {'engine': 'torch', 'layout': found.layout, 'weights': 'live'}
-        self.manifest_fields['checkpoint'] = str(found.path)
-        if found.layout == 'dcp':
-            self.unproven = ('could not verify that .metadata and all .distcp files are of one save',)
-            model, tensors = ModelState(found.path, {}, {}), load_dcp(found)
-        else:
-            model, tensors = self._open_file(ema) if found.layout == 'file' else self._open_folder()
-        self.tensors = {tensor.name: tensor for tensor in tensors}
-        if not self.tensors:
+    found: FoundCheckpoint
+    tensors: Mapping[str, StoredTensor]
+    averages: bool
+    unproven: Sequence[str]
+    has_unnamed_masters: bool
+    manifest_fields: Mapping[str, Any]
+    iteration: int | None
+    epoch: int | None
+    config_text: str | None
+    trained_dtype: str | None
+    trained: Collection[str] | None
+    not_tensors: Mapping[str, str]
+    warnings: Sequence[str]
+
+    @classmethod
+    def open(cls, path: Path, *, ema: bool = True) -> CheckpointSource:
+        """Find a checkpoint, and parse its files.
+
+        Args:
+            path: A path that :func:`.find_checkpoint` accepts.
+            ema: Read the averaged weights if the checkpoint holds both averaged and live ones.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+        """
+        found = find_checkpoint(path)
+        parsed = _parse(found, ema)
+        model, tensors, warnings = parsed.model, parsed.tensors, [*parsed.warnings]
+        if not tensors:
             found_text = f'it holds {some([str(key) for key in model.content])}' if model.content else 'it is empty'
             raise CheckpointError(f'{found.path}: holds no weights; {found_text}. Take another checkpoint')
         stored = {name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
-        lacking = [name for name in model.module if name not in stored]
-        if lacking:
-            self.warnings.append(
+        if lacking := [name for name in model.module if name not in stored]:
+            warnings.append(
                 f'{counted(len(lacking), "tensor")} named in the checkpoint, but not stored: {some(lacking)}'
             )
-        self.trained, self.not_tensors = model.trained, model.not_tensors
         content = model.content
         meta = content.get('meta')
         meta = meta if isinstance(meta, dict) else {}
-        self.iteration = _first_int(meta.get('iter'), _number_in(found), content.get('global_steps'))
-        self.epoch = _first_int(meta.get('epoch'))
-        self.config_text = meta['cfg'] if isinstance(meta.get('cfg'), str) else None
-        self.trained_dtype = trained_dtype(content.get('ds_config'))
+        return cls(
+            found=found,
+            tensors={tensor.name: tensor for tensor in tensors},
+            averages=parsed.averages,
+            unproven=parsed.unproven,
+            has_unnamed_masters=parsed.has_unnamed_masters,
+            manifest_fields={
+                'engine': 'torch',
+                'layout': found.layout,
+                'weights': 'averaged' if parsed.averages and ema else 'live',
+                'checkpoint': str(found.path),
+                **parsed.manifest_fields,
+            },
+            iteration=_first_int(meta.get('iter'), _number_in(found), content.get('global_steps')),
+            epoch=_first_int(meta.get('epoch')),
+            config_text=meta['cfg'] if isinstance(meta.get('cfg'), str) else None,
+            trained_dtype=trained_dtype(content.get('ds_config')),
+            trained=model.trained,
+            not_tensors=model.not_tensors,
+            warnings=warnings,
+        )
 
     def specs(self) -> list[TensorSpec]:
         """The specs of all tensors."""
         return [tensor.spec for tensor in self.tensors.values()]
 
-    def _open_file(self, ema: bool) -> tuple[ModelState, list[StoredTensor]]:
-        file = self.found.path
-        if file.suffix == WEIGHTS_SUFFIX:
-            return ModelState(file, {}, {}), [tensor for each in self.found.model_files for tensor in tensors_of(each)]
-        content = (
-            load_torch_file(file) if len(self.found.model_files) == 1 else tensors_in_files(self.found.model_files)
-        )
-        key, tensors = _state_dict_in(file, content)
-        passed_over = [name for name in _nested(content) if name != key and not _BESIDE_WEIGHTS.fullmatch(name)]
-        if passed_over:
-            self.warnings.append(f'{file}: the weights in {key!r} are converted, those in {some(passed_over)} are not')
-        live = _live(content, tensors) if key == 'state_dict' else None
-        self.averages = live is not None
-        if live is not None and ema:
-            self.manifest_fields['weights'] = 'averaged'
-        not_tensors = not_tensors_in(content if key is None else content[key])
-        model = ModelState(file, content, tensors if ema or live is None else live, not_tensors=not_tensors)
-        return model, assemble(model, {}, {})
 
-    def _open_folder(self) -> tuple[ModelState, list[StoredTensor]]:
-        models = [load_model_state(file) for file in self.found.model_files]
-        optims = [load_optim_state(file) for file in self.found.optim_files]
-        require_one_save(models, optims)
-        self.unproven = unproven(optims)
-        first = models[0]
-        saved = first.content.get('optimizer')
-        if not optims and isinstance(saved, dict):
-            self.has_unnamed_masters = not {'fp32_groups', 'fp32_groups_flat'}.isdisjoint(saved)
-        config = first.content.get('ds_config')
-        zero = config.get('zero_optimization') if isinstance(config, dict) else None
-        # In the config: stage 0 with BF16_Optimizer has the files of stage 1
-        stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
-        n_ranks = optims[0].world_size if optims else _first_int(first.content.get('dp_world_size'))
-        self.manifest_fields |= {
+@dataclass(frozen=True)
+class _Parsed:
+    """What the files of one layout hold; see :class:`CheckpointSource`."""
+
+    model: ModelState
+    tensors: Sequence[StoredTensor]
+    averages: bool = False
+    unproven: Sequence[str] = ()
+    has_unnamed_masters: bool = False
+    manifest_fields: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def _parse(found: FoundCheckpoint, ema: bool) -> _Parsed:
+    if found.layout == 'dcp':
+        unknown = 'could not verify that .metadata and all .distcp files are of one save'
+        return _Parsed(ModelState(found.path, {}, {}), load_dcp(found), unproven=[unknown])
+    return _parse_file(found, ema) if found.layout == 'file' else _parse_folder(found)
+
+
+def _parse_file(found: FoundCheckpoint, ema: bool) -> _Parsed:
+    file, files = found.path, found.model_files
+    if file.suffix == WEIGHTS_SUFFIX:
+        return _Parsed(ModelState(file, {}, {}), [tensor for each in files for tensor in tensors_of(each)])
+    content = load_torch_file(file) if len(files) == 1 else tensors_in_files(files)
+    key, tensors = _state_dict_in(file, content)
+    warnings = []
+    passed_over = [name for name in _nested(content) if name != key and not _BESIDE_WEIGHTS.fullmatch(name)]
+    if passed_over:
+        warnings.append(f'{file}: the weights in {key!r} are converted, those in {some(passed_over)} are not')
+    live = _live(content, tensors) if key == 'state_dict' else None
+    not_tensors = not_tensors_in(content if key is None else content[key])
+    model = ModelState(file, content, tensors if ema or live is None else live, not_tensors=not_tensors)
+    return _Parsed(model, assemble(model, {}, {}), averages=live is not None, warnings=warnings)
+
+
+def _parse_folder(found: FoundCheckpoint) -> _Parsed:
+    models = [load_model_state(file) for file in found.model_files]
+    optims = [load_optim_state(file) for file in found.optim_files]
+    require_one_save(models, optims)
+    first = models[0]
+    saved = None if optims else first.content.get('optimizer')
+    config = first.content.get('ds_config')
+    zero = config.get('zero_optimization') if isinstance(config, dict) else None
+    # In the config: stage 0 with BF16_Optimizer has the files of stage 1
+    stage = _first_int(zero.get('stage') if isinstance(zero, dict) else None, optims[0].stage if optims else 0)
+    n_ranks = optims[0].world_size if optims else _first_int(first.content.get('dp_world_size'))
+    with parsing(first.file, 'a checkpoint of DeepSpeed'):
+        shapes = first.shapes or ()
+        is_zero3 = bool(optims) and optims[0].stage == 3
+        masters: Regions = {}  # without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
+        if is_zero3:
+            masters = zero3_regions(shapes, [(optim.file, optim.groups) for optim in optims])
+        elif optims:
+            masters = zero12_regions(shapes, optims)
+        empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
+        frozen = frozen_regions(models, is_zero3)
+        tensors = assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
+    return _Parsed(
+        first,
+        tensors,
+        unproven=unproven(optims),
+        has_unnamed_masters=isinstance(saved, dict) and ('fp32_groups' in saved or 'fp32_groups_flat' in saved),
+        manifest_fields={
             'engine': 'deepspeed',
             'zero_stage': stage,
             'world_size': n_ranks,
             'deepspeed': first.version,
-        }
-        with parsing(first.file, 'a checkpoint of DeepSpeed'):
-            shapes = first.shapes or ()
-            is_zero3 = bool(optims) and optims[0].stage == 3
-            masters: Regions = {}  # without ZeRO, DeepSpeed saves fp32 masters without names, so they are not used
-            if is_zero3:
-                masters = zero3_regions(shapes, [(optim.file, optim.groups) for optim in optims])
-            elif optims:
-                masters = zero12_regions(shapes, optims)
-            empty = {name for name, tensor in first.module.items() if is_zero3 and tensor.shape == (0,)}
-            frozen = frozen_regions(models, is_zero3)
-            tensors = assemble(first, masters, frozen, placeholders=empty - first.buffer_names)
-        self.warnings += judge_steps(models, optims, tensors)
-        return first, tensors
+        },
+        warnings=judge_steps(models, optims, tensors),
+    )
 
 
 def _nested(content: Mapping[Any, Any]) -> dict[str, dict[str, torch.Tensor]]:

@@ -107,7 +107,7 @@ def checkpoints_loaded_over(config: RunConfig | None) -> list[LoadedOver]:
 def _loaded_before(resumed: str | Unread) -> list[LoadedOver]:
     """What the run that wrote a checkpoint had loaded; nothing if the checkpoint is gone, as retention deletes it."""
     try:
-        text = None if isinstance(resumed, Unread) else CheckpointSource(Path(resumed)).config_text
+        text = None if isinstance(resumed, Unread) else CheckpointSource.open(Path(resumed)).config_text
         return (
             [] if text is None else checkpoints_loaded_over(RunConfig(str(resumed), parse_config(text, str(resumed))))
         )
@@ -144,7 +144,7 @@ class StartingWeights:
             try:
                 if isinstance(one.path, Unread):
                     raise BaseModelError(f'it is {one.path.text!r} (line {one.path.line}), which is not run')
-                source = CheckpointSource(Path(one.path))
+                source = CheckpointSource.open(Path(one.path))
             except (XhfError, OSError) as error:
                 unreadable.append(f'the run loaded the weights of {one.option} over those of its base: {error}')
                 continue

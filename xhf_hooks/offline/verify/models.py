@@ -126,7 +126,7 @@ def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOpt
     """The checkpoint as xhf-convert would write it into the folder, with the options that the folder shows."""
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
     ema = not _is_live(folder)
-    checkpoint = CheckpointSource(path, ema=ema)
+    checkpoint = CheckpointSource.open(path, ema=ema)
     carry_base = 'all' if _has_copies_of_base(folder) else None
     options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None, carry_base=carry_base)
     conversion = plan_conversion(checkpoint, options)
