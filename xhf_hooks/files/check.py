@@ -36,7 +36,7 @@ def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> 
     Raises:
         IncompleteError: The folder differs from the manifest; one fault per line.
     """
-    check = FolderCheck(path, manifest, is_just_written=True)
+    check = FolderCheck.begin(path, manifest, is_just_written=True)
     check.check_structure()
     if check.is_good:
         check.read(workers, from_disk=True)
@@ -67,23 +67,31 @@ class FolderCheck:
     """The check of one folder, step by step, and what it found.
 
     Args:
+        path: The folder.
+        manifest: What is to be in it; None if that is unknown.
+        files: Sizes by relative path; see :func:`list_files`.
         is_just_written: Whether nobody can have changed a file yet. Later, a change of a file that no loader reads,
             such as README.md, is a note.
 
     Attributes:
-        files: Sizes by relative path; see :func:`list_files`.
         headers: Headers of the undamaged weight files, by relative path.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None, *, is_just_written: bool = False) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(
+        self, path: Path, manifest: Manifest | None, files: dict[str, int], *, is_just_written: bool = False
+    ) -> None:
+        self.path, self.manifest, self.files = path, manifest, files
         self._is_just_written = is_just_written
-        self.files = list_files(path)
         self.headers: dict[str, Header] = {}
         self.findings: list[Finding] = []
         self.read_nbytes = 0
         self.seconds = 0.0
         self._started = time.perf_counter()
+
+    @classmethod
+    def begin(cls, path: Path, manifest: Manifest | None, *, is_just_written: bool = False) -> FolderCheck:
+        """Begin the check of a folder: list its files."""
+        return cls(path, manifest, list_files(path), is_just_written=is_just_written)
 
     def add(self, kind: str, check: str, text: str) -> None:
         """Add a finding. A problem does not stop the checks."""

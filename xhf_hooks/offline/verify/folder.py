@@ -48,7 +48,7 @@ def verify_folder(
         manifest = read_manifest(path)
     except DamagedError as error:
         manifest, damage = None, str(error)
-    check = FolderCheck(path, manifest)
+    check = FolderCheck.begin(path, manifest)
     _require_model(path, list(check.files))
     if damage is not None:
         check.add(PROBLEM, 'manifest', damage)
