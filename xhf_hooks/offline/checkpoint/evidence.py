@@ -74,12 +74,18 @@ def _require_all_ranks(models: Sequence[ModelState], optims: Sequence[OptimState
 
 
 def unproven(optims: Sequence[OptimState]) -> tuple[str, ...]:
-    """Statements that the files cannot confirm, for the user to check."""
+    """What the files cannot show, and when that matters."""
     if len(optims) < 2:
         return ()
-    found = ['could not verify that all files are of one run: they agree on ranks, steps and shapes, but name no run']
+    found = [
+        'all files agree on ranks, steps and shapes. Not checked: that they are of one run, which DeepSpeed does not '
+        'record. This matters only if files of several runs were copied together'
+    ]
     if any(optim.saved_as != optim.file.stem for optim in optims):
-        found.append('could not verify which rank wrote which file: only the file names say so')
+        found.append(
+            'not checked: which rank wrote which file, since only their names say so. '
+            'This matters only if they were renamed'
+        )
     return tuple(found)
 
 

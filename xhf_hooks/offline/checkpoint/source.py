@@ -47,7 +47,7 @@ class CheckpointSource:
         found: The files.
         tensors: The tensors by first name, in the order of the state dict.
         averages: Whether it holds both averaged and live weights, as written by MMEngine's EMAHook.
-        unproven: Statements that the files cannot confirm, see :func:`.evidence.unproven`.
+        unproven: What the files cannot show, see :func:`.evidence.unproven`.
         has_unnamed_masters: Whether it is of stage 0 of DeepSpeed, with fp32 masters that do not say whose they are.
         manifest_fields: For the manifest and the log: ``engine`` ('deepspeed' or 'torch'), ``zero_stage``,
             ``world_size``, ``deepspeed`` (version), ``layout``, ``weights`` ('averaged' or 'live'), ``checkpoint``
@@ -142,7 +142,10 @@ class _Parsed:
 
 def _parse(found: FoundCheckpoint, ema: bool) -> _Parsed:
     if found.layout == 'dcp':
-        unknown = 'could not verify that .metadata and all .distcp files are of one save'
+        unknown = (
+            'not checked: that .metadata and all .distcp files are of one save, which they do not record. '
+            'This matters only if files of several saves were copied together'
+        )
         return _Parsed(ModelState(found.path, {}, {}), load_dcp(found), unproven=[unknown])
     return _parse_file(found, ema) if found.layout == 'file' else _parse_folder(found)
 

@@ -158,7 +158,7 @@ def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_pa
 # Checkpoints without masters, or whose files tell nothing of themselves
 
 
-BY_NAME = 'could not verify which rank wrote which file: only the file names say so'
+BY_NAME = 'not checked: which rank wrote which file, since only their names say so'
 NO_MASTERS = 'float32: this checkpoint has no fp32 master weights'
 
 
