@@ -69,6 +69,19 @@ def test_the_table_in_docs_is_what_is_required():
         assert {name: version for name, version in told.items() if version not in required[name]} == {}
 
 
+def test_the_versions_on_the_page_of_xtuner_were_run():
+    """By tools/matrix.sh, which writes rows of docs/versions.md, or as a pinned set."""
+    docs = REQUIREMENTS.parent / 'docs'
+    row_of_a_set = r'(?m)^\| [\w.-]+ \| 3\.[\d.]+ \| ([\d.]+) \| ([\d.]+) \| '
+    run = set(re.findall(row_of_a_set, (docs / 'versions.md').read_text(encoding='utf-8')))
+    for stack in ('xtuner', 'xtuner-0.1'):
+        pinned = pins(f'{stack}.txt')
+        run |= {(*pinned['torch'], *pinned['transformers'])}
+    row_of_xtuner = r'(?m)^\| 0\.[\d.]+ \| ([\d.]+) \| ([\d.]+) \| 3\.\d+ \|'
+    shown = re.findall(row_of_xtuner, (docs / 'xtuner.md').read_text(encoding='utf-8'))
+    assert len(shown) >= 7 and {(torch, transformers) for transformers, torch in shown} <= run
+
+
 def test_what_the_matrix_leaves_out_exists():
     """``# without tests/unit/FILE.py::TEST[CASE]: REASON`` in requirements/matrix."""
     for file in sorted((REQUIREMENTS / 'matrix').glob('*.txt')):
