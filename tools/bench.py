@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ SAVES = {'billions': [0.8], 'ranks': [2], 'repeats': 5, 'in_a_row': 3}
 FLUSHED = {'ranks': [2, 4], 'ways': ['with fsync, as the hook']}
 #: What the options of each benchmark have for their defaults.
 BENCHES: dict[str, dict[str, Any]] = {
-    'save': {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', 'without fsync']},
+    'save': {**SAVES, 'ways': ['XTuner', 'Accelerate', 'DCP', OURS]},
     'tensors': {**SAVES, 'billions': [0.01], 'ways': ['XTuner', 'Accelerate', 'DCP', OURS]},
     'floors': {**SAVES, 'ways': ['floor: ', OURS]},
     'hsdp': {**SAVES, 'billions': [0.2], 'ranks': [4], 'ways': [OURS]},
@@ -84,7 +85,7 @@ def measure(args: Namespace) -> dict[str, Any]:
         cases = [start.measure(args)]
     else:
         cases = [one(args, n_ranks, billions) for n_ranks in numbers for billions in args.billions]
-    return {'machine': describe_machine(), 'repeats': args.repeats, 'cases': cases}
+    return {'date': str(date.today()), 'machine': describe_machine(), 'repeats': args.repeats, 'cases': cases}
 
 
 def run_ranks(args: Namespace, n_ranks: int, billions: float) -> dict[str, Any]:

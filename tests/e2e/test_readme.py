@@ -101,7 +101,9 @@ COMMANDS = {
 }
 CONFIG_LINES = {
     "dict(type='xhf_hooks.HFCheckpointHook')": 'README.md',
+    "save_on_signal='SIGTERM', upload_to='s3://bucket/run'": 'README.md',
     'pretrained_model_name_or_path': 'getting-started.md',
+    "out_dir='work_dirs/NAME/hf_model'": 'getting-started.md',
     'interval=500': 'getting-started.md',
     'save_on_signal=': 'on-demand.md',
     'python evaluate.py': 'on-saved.md',
@@ -159,7 +161,7 @@ def shapes(text: str) -> list[str]:
 def test_the_demo_leaves_what_the_pages_show(demo_folder):
     """The tree, the log, and a folder that the lines for loading load; transformers 4.48 reads its tokenizer, too."""
     (tree,) = [block for block in blocks('text') if block.startswith('work_dirs/demo')]
-    names = re.findall(r'^ {8}(\S+)', tree, flags=re.MULTILINE)
+    names = re.findall(r'^ {4}(\S+)', tree, flags=re.MULTILINE)
     assert sorted(names) == sorted(path.name for path in demo_folder.iterdir())
     (shown,) = [block for block in blocks('text', 'getting-started.md') if 'ready to save' in block]
     log = shapes((demo_folder.parent / f'{demo_folder.parent.name}.log').read_text())

@@ -68,7 +68,9 @@ SENT = _figure('sent_mb', '{:.0f}')
 
 
 def _save_table(case: dict[str, Any]) -> str:
-    found = medians(case)
+    measured = medians(case)
+    order = [*ways.ways_of('save'), *ways.ways_of('hsdp')]
+    found = {way: measured[way] for way in order if way in measured}
     stream = found.get(f'{ways.OURS}stream{ways.AS_THE_HOOK}') if case.get('limit_nbytes_per_sec') else None
 
     def times(other: str | None, figures: Figures, words: str) -> str | None:
@@ -97,10 +99,10 @@ def _flat_of(way: str) -> str | None:
     return way.replace(ways.HSDP, ways.FLAT) if way.endswith(ways.HSDP) else None
 
 
-def summary(measured: dict[str, Any]) -> str:
-    """The README's six rows of ``save``."""
-    found = medians(measured['cases'][0])
-    ours = [f'{ways.OURS}{writer}{ways.NO_FSYNC}' for writer in ('positional', 'parallel', 'stream')]
+def summary(save: dict[str, Any], floors: dict[str, Any]) -> str:
+    """The README's rows, of ``save``; those that were not measured there are of ``floors``."""
+    found = medians(floors['cases'][0]) | medians(save['cases'][0])
+    ours = [f'{ways.OURS}positional{fsync}' for fsync in (ways.AS_THE_HOOK, ways.NO_FSYNC)]
     columns = {
         'seconds': SECONDS,
         "speed (XTuner's hook: 1.0)": _times_faster_than(found[ways.XTUNER]),
