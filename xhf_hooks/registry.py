@@ -53,8 +53,8 @@ class Registry:
 
 
 SOURCES, EXPORTERS = Registry(), Registry()
-#: Functions that build the trained model of a finished run: ``build(meta_model, config, base)`` with the RunConfig or
-#: None, and the base that the user has given. They return whether the config describes a model of theirs.
+#: Functions that build the trained model of a finished run: ``build(meta_model, config, base, folder)`` with the
+#: RunConfig or None, the base that the user has given, and the folder with config.json of the checkpoint. They return whether the config describes a model of theirs.
 MODEL_BUILDERS = Registry()
 #: Functions that give a tokenizer the chat template of training: ``convert(tokenizer, config, may_import=...)``. They
 #: return what ``tokenizer_for_run`` in exporters/assets/find_tokenizer.py does; None if the config names no template.

@@ -7,9 +7,10 @@ from xhf_hooks.xtuner.models import build_xtuners
 from xhf_hooks.xtuner.reward import RewardExporter
 from xhf_hooks.xtuner.sharded_moe import ShardedMoeExporter
 from xhf_hooks.xtuner.v1 import XtunerV1Exporter
+from xhf_hooks.xtuner.v1_models import build_xtuner_v1
 
 __all__ = ['LlavaExporter', 'RewardExporter', 'ShardedMoeExporter', 'XtunerV1Exporter']
 
 EXPORTERS.own += [XtunerV1Exporter, ShardedMoeExporter, RewardExporter, LlavaExporter]
-MODEL_BUILDERS.own += [build_xtuners]
+MODEL_BUILDERS.own += [build_xtuners, build_xtuner_v1]
 CHAT_TEMPLATES.own += [tokenizer_for_run]

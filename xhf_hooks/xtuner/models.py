@@ -6,6 +6,7 @@ They have ``llm``, ``ref_llm``, ``visual_encoder``, ``projector`` and ``v_head``
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,13 @@ _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 
 
-def build_xtuners(meta_model: MetaModel, config: RunConfig | None, base: str | None) -> bool:
+def build_xtuners(meta_model: MetaModel, config: RunConfig | None, base: str | None, folder: Path | None) -> bool:
     """Build the model that the run's config describes; False if that is none of XTuner's.
 
     Args:
         meta_model: Gets the model.
         base: Folder or hub name of the base of ``llm``, given by the user.
+        folder: Of the checkpoint's config.json, which is not read: the run's config says all of these models.
 
     Raises:
         ConfigError, BaseModelError: The config lacks what is needed, or a base is not found.

@@ -20,7 +20,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
-from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by, specs_below
 from xhf_hooks.exporters.hf_assets import compare_vocabulary
 from xhf_hooks.exporters.loading_check import loading_not_checked, require_none
 from xhf_hooks.exporters.traced import TracedTensor, traced
@@ -84,7 +84,7 @@ class XtunerV1Exporter(Exporter[XtunerV1Export]):
             for name, one in _made_by(part, below, own).items():
                 made.setdefault(name, one)  # of tensors with one name, V1 writes the first: tied ones
         entries = entries_of({WEIGHTS_NAME: made}, own)
-        computed = {name for entry in entries if entry.combine and entry.source_offset is None for name in entry.reads}
+        computed = names_read_by(one for one in entries if one.combine and one.source_offset is None)
         embeddings = [one for one in entries if one.hf_name.endswith('embed_tokens.weight')]
         return XtunerV1Export(
             entries=tuple(entries),

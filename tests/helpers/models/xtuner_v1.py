@@ -65,6 +65,9 @@ class BaseModel(nn.Module):
         patterns = self.config.hf_save_cfg.fp32_keys_pattern or ()
         return torch.float32 if any(re.search(pattern, name) for pattern in patterns) else dtype
 
+    def set_hf(self, hf_path: Path) -> None:
+        self._hf_path = hf_path
+
     def save_hf(self, hf_dir: Path) -> None:
         raise AssertionError("V1's own save")
 
@@ -117,7 +120,12 @@ def of_folder(folder: Path, kind: type[Model] = Model) -> Model:
 @contextmanager
 def imported() -> Iterator[None]:
     """V1 seems to be imported, as it is wherever there is such a model."""
-    module = types.ModuleType('xtuner.v1.model.base')
-    module.BaseModel = BaseModel  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
+    base, models = types.ModuleType('xtuner.v1.model.base'), types.ModuleType('xtuner.v1.model')
+    base.BaseModel = BaseModel  # type: ignore[attr-defined]
+    models.get_model_config_from_hf = _config_of  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {module.__name__: module for module in (base, models)}):
         yield
+
+
+def _config_of(folder: Path) -> Any:
+    return SimpleNamespace(build=lambda: of_folder(folder).to('meta'))

@@ -78,7 +78,7 @@ def build_meta_model(
     meta_model = MetaModel('', stored, trust_remote_code, module, architecture, trained, notes=[*notes])
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
-        is_built = any(build(meta_model, config, base) for build in MODEL_BUILDERS.last_first())
+        is_built = any(build(meta_model, config, base, folder) for build in MODEL_BUILDERS.last_first())
         if not is_built and base is None and folder is None and base_named_by(config, stored, None) is None:
             problem = 'no config was found' if config is None else f'{config.where} has no supported model'
             problem += f' ({"; ".join(notes)})' if notes else ''
