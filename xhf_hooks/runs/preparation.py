@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,9 +106,10 @@ def prepare_saves(
         require_spreads(spread, planned_specs, collective.world_size, f'{source_name}.spread()')
     with collective.stage('plan'):
         reads_masters = any(spec.from_master for spec in planned_specs)
-        # Trained 16-bit weights without a master that can be read. Where the source does not refuse them, there is a
-        # warning (below)
-        widened = _widened(planned_specs, read_names, options.dtype)
+        # Trained 16-bit weights of which no master was found. Where the source does not refuse them, there is a warning
+        # (below)
+        lost = [spec.name for spec in planned_specs if spec.master_lost and spec.name in read_names]
+        widened = lost if options.dtype == 'F32' else []
         source.require_masters_readable(unwrapped.engine, are_read=reads_masters, are_missing=bool(widened))
         if reads_masters:
             source.require_masters_match_weights(planned_specs)
@@ -160,10 +161,3 @@ def _require_values(unwrapped: Unwrapped, read_names: Set[str]) -> None:
             f'{counted(len(empty), "tensor")} on the meta device, which have no values: {some(empty, 5)}. device_map '
             f'puts layers there that it offloads: load the model without device_map, or with one for devices alone'
         )
-
-
-def _widened(planned_specs: Sequence[TensorSpec], read_names: Set[str], dtype: str | None) -> list[str]:
-    """Trained 16-bit tensors of which no master was found (``master_lost``), if ``dtype`` ('F32') makes them fp32."""
-    if dtype != 'F32':
-        return []
-    return [spec.name for spec in planned_specs if spec.master_lost and spec.name in read_names]

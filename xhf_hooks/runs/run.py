@@ -118,13 +118,14 @@ class Run:
         try:
             collective = Collective.connect() if collective is None else collective
             end.do_last(collective.close)
+            strategy = _choose_strategy(log, options.writer, newest.path, collective, kept)
             after_saves = AfterSaves(options, log)
             context = SaveContext.open(
                 info.unwrapped,
                 options,
                 collective,
                 log,
-                strategy=_choose_strategy(log, options.writer, newest.path, collective, kept),
+                strategy=strategy,
                 in_background=options.async_save,
                 stays_cached=options.on_saved is not None,
                 after_commit=after_saves.handle_commit,
