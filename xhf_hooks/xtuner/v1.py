@@ -18,7 +18,7 @@ from torch import nn
 
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.ask_load import ask_load
-from xhf_hooks.exporters.assets.base_files import LocatedBase
+from xhf_hooks.exporters.assets.base_files import LocatedBase, base_of
 from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by, specs_below
 from xhf_hooks.exporters.hf_assets import compare_vocabulary
@@ -62,7 +62,6 @@ class XtunerV1Exporter(Exporter[XtunerV1Export]):
         self._parts = _parts_of(model)
         for path, part in self._parts.items():
             _require_savable(path, part)
-        self._base = LocatedBase.locate('' if model._hf_path is None else str(model._hf_path))
 
     @classmethod
     def accepts(cls, model: nn.Module, module: str | None) -> bool:
@@ -71,7 +70,7 @@ class XtunerV1Exporter(Exporter[XtunerV1Export]):
 
     @property
     def base_model(self) -> LocatedBase:
-        return self._base
+        return base_of(self._v1, str(self._v1._hf_path or ''))
 
     def export(self, request: ExportRequest) -> XtunerV1Export:
         if request.dtype not in (None, 'BF16'):

@@ -50,12 +50,17 @@ class LocatedBase:
         is_path: False if the name is a Hub id that was found in the cache. True for a path, and for any name that was
             not found, since nothing tells a path from the Hub id of a base that is not in the cache.
         n_tokens: The number of tokens of its tokenizer; None before the first question.
+        written_tokenizers: Of each tokenizer and processor that was written: the files that itself saves, those that
+            were written, and warnings.
     """
 
     name: str = ''
     folder: Path | None = None
     is_path: bool = False
     n_tokens: int | None = None
+    written_tokenizers: WeakKeyDictionary[Any, tuple[dict[str, bytes], dict[str, bytes], list[str]]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
     #: Files that were read: by name, the bytes, and whether the file lies in the base's folder or hub cache.
     _contents: dict[str, tuple[bytes, bool]] = field(default_factory=dict, repr=False)
     #: Results of :meth:`read_code`, by the modules that were asked for.
@@ -166,9 +171,9 @@ class LocatedBase:
         return self._contents.get(name, (None, False))
 
 
-#: The base of each live model, part of a model and tokenizer, with the name that its config has for it. This cannot be
-#: an object's own state: the files that were found before training must still be known at the next call of ``save_hf``,
-#: and nothing but the model lives that long.
+#: The base of each live model, part of a model and tokenizer, with the name that its config has for it. The files that
+#: were found before training must still be known at the next call of ``save_hf``, and nothing but the model lives that
+#: long. It is no attribute of the model, part or tokenizer: copies, pickles and config files would have it, too.
 _BASES: WeakKeyDictionary[Any, tuple[str, LocatedBase]] = WeakKeyDictionary()
 
 
@@ -176,7 +181,8 @@ def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -
     """The base that ``owner`` was loaded from; located on the first call, cached after.
 
     Args:
-        owner: The tokenizer. For a model or part of it, call :func:`base_of_model`, which knows the revision.
+        owner: The tokenizer, or a model of XTuner V1. For a model of transformers or part of it, call
+            :func:`base_of_model`, which knows the revision.
         name: The base's name in the owner's config.
         find_name: Gives the revision's folder to locate instead of ``name``.
     """

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from xhf_hooks.exporters.assets.base_files import LocatedBase, base_of
 from xhf_hooks.exporters.assets.load_tokenizer import (
@@ -55,10 +54,6 @@ _OF_CALLS = re.compile(
 #: A full disk or quota, a disk that fails, no more open files.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
-#: What was last written of each tokenizer and processor, and warnings, by what itself saves and where its base is:
-#: proving it takes seconds with large vocabularies, and each save writes it.
-_WRITTEN: WeakKeyDictionary[Any, tuple[Any, tuple[Files, list[str]]]] = WeakKeyDictionary()
-
 
 def write_tokenizer(folder: Path, tokenizer: Any, base_model: LocatedBase) -> list[str]:
     """Write the tokenizer or processor, beside config.json if there is one, and return warnings. Runs on: rank 0.
@@ -81,16 +76,14 @@ def write_tokenizer(folder: Path, tokenizer: Any, base_model: LocatedBase) -> li
         files = _with_truncation_of_base(saved, base_of_own)
         _put(with_older_processor_files(files, {}, base_model), folder)  # an image processor, or custom code
         return []
-    key = base_model.name, saved
-    known, written = _WRITTEN.get(tokenizer, (None, ({}, [])))
-    if known != key:
+    known, files, warnings = base_model.written_tokenizers.get(tokenizer, (None, {}, []))
+    if known != saved:
         saved_by_own = saved if own is tokenizer else _saved(own, folder)
         files, warnings = _tokenizer_files(own, saved_by_own, base_of_own, folder)
         if own is not tokenizer:
             files = {**files, **_processor_files(own, _besides(saved, saved_by_own), base_model, folder)}
-        written = files, warnings
-        _WRITTEN[tokenizer] = key, written
-    files, warnings = written
+        # Kept for the next save, since proving that the files give the same tokenizer takes seconds
+        base_model.written_tokenizers[tokenizer] = saved, files, warnings
     _put(files, folder)
     return warnings
 

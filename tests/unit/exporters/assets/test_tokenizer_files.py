@@ -43,6 +43,23 @@ def test_nothing_is_written_but_where_the_save_goes(base, out, monkeypatch):
     }
 
 
+def test_a_tokenizer_that_did_not_change_is_compared_at_the_first_save_only(base, out, monkeypatch):
+    """Comparing takes seconds with a large vocabulary. What it saves itself shows whether it has changed."""
+    tokenizer, located = AutoTokenizer.from_pretrained(base), LocatedBase()
+    write, written = PreTrainedTokenizerBase.save_pretrained, []
+    monkeypatch.setattr(
+        PreTrainedTokenizerBase, 'save_pretrained', lambda *args, **more: (written.append(1), write(*args, **more))[1]
+    )
+    counts = []
+    for token in (None, None, 'new'):
+        if token is not None:
+            tokenizer.add_tokens(token)
+        written.clear()
+        write_tokenizer(out, tokenizer, located)
+        counts.append(len(written))
+    assert counts[1] == 1 and counts[0] > 1 and counts[2] > 1
+
+
 @pytest.mark.parametrize('n_written', [0, 1, 2])
 def test_a_full_disk_is_an_error_and_never_another_tokenizer(base, out, monkeypatch, n_written):
     """Whichever of the tokenizers that are written to be compared has no room. tokenizers' errors are Rust's."""
