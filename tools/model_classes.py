@@ -31,6 +31,7 @@ from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.planning.planner import make_plan
+from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.sources import source_for
 from xhf_hooks.system.library_settings import quiet
 
@@ -112,7 +113,8 @@ def tried_with(kind: type, sizes: dict[str, int], needed: Mapping[str, Any] | No
         outcome = 'fails'
         specs, exporter = source_for(model).specs(), exporter_for(model, None)
         export = exporter.export(ExportRequest(specs))
-        plan = make_plan(export.entries, specs, max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9)
+        how = dict(max_shard_nbytes=5 * 10**9, bucket_nbytes=10**9, strategy=WriteStrategy.GATHER)
+        plan = make_plan(export.entries, specs, **how)
         notes = exporter.check_loading(export, plan.placements)
     except Exception as error:
         return outcome, one_line(error)

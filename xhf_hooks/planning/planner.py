@@ -34,8 +34,8 @@ def make_plan(
     *,
     max_shard_nbytes: int,
     bucket_nbytes: int,
+    strategy: WriteStrategy,
     n_parameters: int | Mapping[str, int | None] | None = None,
-    strategy: WriteStrategy = WriteStrategy.GATHER,
     world_size: int = 1,
     spread: Mapping[str, Spread] | None = None,
     send_shares_of_replicas: bool = False,
@@ -47,9 +47,9 @@ def make_plan(
 
     Args:
         entries: The output tensors, in the order in which ``save_pretrained`` would write them.
+        strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the save has several file sets (:class:`.FileSet`), such as those of a model's parts.
-        strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         spread: Which elements of a tensor each rank holds. None: this process holds all of each tensor.
         send_shares_of_replicas: For tensors that every rank holds whole, and whose slices would be sent to the owner
             ('stream' and 'parallel'). True: each rank sends a share. False: the owner reads its own replica, and

@@ -6,8 +6,9 @@ from xhf_hooks.files.tally import Tally
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import ExportEntry, TensorSpec
+from xhf_hooks.planning.write_strategy import WriteStrategy
 
-LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1)
+LIMITS = dict(max_shard_nbytes=10**6, bucket_nbytes=1, strategy=WriteStrategy.GATHER)
 
 
 def together(tallies: list[Tally]) -> Tally:

@@ -12,6 +12,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenTensor
+from xhf_hooks.planning.write_strategy import WriteStrategy
 
 N_TENSORS, N_ELEMENTS = 3, 5
 
@@ -20,7 +21,8 @@ def tiny_plan(sharded: bool = True) -> SavePlan:
     """A plan of three tensors; if sharded, each in a separate file."""
     specs = [TensorSpec(f'w{i}', (N_ELEMENTS,), 'U8') for i in range(N_TENSORS)]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
-    return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS if sharded else 10**6, bucket_nbytes=1)
+    most = N_ELEMENTS if sharded else 10**6
+    return make_plan(entries, specs, max_shard_nbytes=most, bucket_nbytes=1, strategy=WriteStrategy.GATHER)
 
 
 def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:

@@ -21,11 +21,13 @@ from xhf_hooks.errors import AgreedError, ModelError
 from xhf_hooks.exporters.traced_entries import entries_of
 from xhf_hooks.planning.planner import make_plan
 from xhf_hooks.planning.types import Placement
+from xhf_hooks.planning.write_strategy import WriteStrategy
 
 
 def planned(model: nn.Module, **options: Any) -> tuple[Planned, list[Placement]]:
     exporter = Planned(model, None, None, options)
-    plan = make_plan(exporter.entries, exporter.request.specs, max_shard_nbytes=10**9, bucket_nbytes=10**9)
+    sizes = dict(max_shard_nbytes=10**9, bucket_nbytes=10**9)
+    plan = make_plan(exporter.entries, exporter.request.specs, strategy=WriteStrategy.GATHER, **sizes)
     return exporter, plan.placements
 
 

@@ -25,9 +25,10 @@ def passed_on(source: TensorSpec, **changes) -> ExportEntry:
     return replace(ExportEntry(f'hf.{source.name}', source.shape, source.dtype, (source.name,)), **changes)
 
 
-def plan_of(specs, entries=None, *, shard=HUGE, bucket=HUGE, **options) -> SavePlan:
+def plan_of(specs, entries=None, *, shard=HUGE, bucket=HUGE, strategy=WriteStrategy.GATHER, **options) -> SavePlan:
     entries = [passed_on(s) for s in specs] if entries is None else entries
-    return make_plan(entries, specs, max_shard_nbytes=shard, bucket_nbytes=bucket, round_nbytes=HUGE, **options)
+    how = dict(max_shard_nbytes=shard, bucket_nbytes=bucket, round_nbytes=HUGE, strategy=strategy, **options)
+    return make_plan(entries, specs, **how)
 
 
 def test_parse_size():
