@@ -21,7 +21,7 @@ class RunInfo:
         tokenizer: The run's tokenizer. The option ``tokenizer`` overrides it; the base model's is the fallback.
         trainer: The object that trains, such as MMEngine's runner. It identifies the run: a later run with another
             trainer closes this run's :class:`.Run` if its training was interrupted; a second hook with the same trainer
-            does not (:class:`.RunRegistration`).
+            does not (:meth:`.RunEnd.begin`).
         timestamp: When the run began, as MMEngine writes it, such as '20261127_201530'; None: it begins now. Uploads
             of the run are named after it.
         remove_leftovers_in: A work_dir from which leftovers of killed runs are removed.

@@ -39,8 +39,8 @@ class Source(ABC):
     An engine must say which tensors there are (:meth:`specs`), and assemble them (:meth:`gathered`). All else is
     optional: as it stands here, no rank can read anything alone, so every tensor is gathered.
 
-    A source is made for each save, on all ranks, and never changes the model. A save that is planned already skips
-    :meth:`spread` and :meth:`require_readable`. In this order:
+    A source is made for each save by :meth:`of`, on all ranks, and never changes the model. A save that is planned
+    already skips :meth:`spread` and :meth:`require_readable`. In this order:
 
     1. To plan: :meth:`specs`, :meth:`spread`, :meth:`require_readable`. They give the same on all ranks, or ranks do
        not hold the same model. To plan, and at each save: :meth:`require_masters_match_weights`, which looks at what

@@ -231,7 +231,7 @@ def _row_splits(tensor: DTensor, strides: tuple[int, ...] | None) -> list[tuple[
     ``_StridedShard``, whose ``split_factor`` is the number of parts before its split.
 
     Args:
-        strides: The strides of the mesh (:func:`mesh_strides`).
+        strides: The strides of the mesh (:func:`.mesh_strides`).
 
     Returns:
         None if a rank's elements are not consecutive, as where tensor parallelism splits columns.

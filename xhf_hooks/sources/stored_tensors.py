@@ -32,7 +32,7 @@ class StoredTensor:
         dtype: The dtype of training.
         trained: Pieces with the trained values. They may be the pieces of the fp32 master, to be cast.
         master: Pieces of the fp32 master copy; None if there is none.
-        master_lost: See :class:`TensorSpec`.
+        master_lost: See :class:`.TensorSpec`.
     """
 
     name: str

@@ -56,6 +56,7 @@ class WholeTensorsSource(Source):
     - :meth:`gather`, if the engine has a better way, or where :meth:`spread_of` returns None.
     - :meth:`has_master`, :meth:`local_elements` and :meth:`weights_and_master`, if it has fp32 masters. They are spread
       as their parameters are.
+    - :meth:`of`, if the engine has to change its state before it can be read, as FSDP frees what it has gathered.
 
     Attributes:
         tensors: The parameters and persistent buffers, by the first of their names.
