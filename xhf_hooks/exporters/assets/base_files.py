@@ -181,7 +181,7 @@ def base_of(owner: Any, name: str, find_name: Callable[[], str] | None = None) -
     """The base that ``owner`` was loaded from; located on the first call, cached after.
 
     Args:
-        owner: The tokenizer, or a model of XTuner V1. For a model of transformers or part of it, call
+        owner: The tokenizer, or a model that is not of transformers. For one of transformers or part of it, call
             :func:`base_of_model`, which knows the revision.
         name: The base's name in the owner's config.
         find_name: Gives the revision's folder to locate instead of ``name``.
