@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from xhf_hooks.compat.transformers import (
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.ask_save import ModelTensor, SaveAnswer, ask_save, has_own_save
 from xhf_hooks.exporters.assets.base_files import LocatedBase, has_auto_class, is_remote_code
-from xhf_hooks.exporters.assets.older_readers import add_older_fields
+from xhf_hooks.exporters.assets.older_readers import with_older_fields
 from xhf_hooks.exporters.assets.write_tokenizer import copy_processor, write_tokenizer
 from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.exporters.older_tensors import warn_of_older_tensors
@@ -131,6 +132,21 @@ def ask_with_generation_config(
     return answer, [f'{GENERATION_CONFIG} was not written: transformers refuses it{problem and f": {problem}"}']
 
 
+def for_older_readers(
+    model: PreTrainedModel, answer: SaveAnswer, config: PretrainedConfig, base_model: LocatedBase
+) -> tuple[SaveAnswer, list[str]]:
+    """The answer with what older readers need in its config.json, and warnings about what they do not read.
+
+    Raises:
+        ModelError: There is no config.json.
+    """
+    if CONFIG not in answer.files:
+        raise ModelError(f'{model_class(model).__name__}.save_pretrained: expected a {CONFIG}, found {[*answer.files]}')
+    content, warnings = with_older_fields(answer.files[CONFIG], config, base_model)
+    answer = replace(answer, files={**answer.files, CONFIG: content})
+    return answer, warnings + warn_of_older_tensors(model, config, answer, base_model)
+
+
 def _with_sampling(generation: GenerationConfig) -> GenerationConfig:
     sampling = copy.deepcopy(generation)
     sampling.do_sample = True
@@ -140,7 +156,6 @@ def _with_sampling(generation: GenerationConfig) -> GenerationConfig:
 def write(
     folder: Path,
     model: PreTrainedModel,
-    config: PretrainedConfig,
     answer: SaveAnswer,
     tokenizer: Any | None,
     eos_token_ids: Sequence[int],
@@ -149,7 +164,7 @@ def write(
     """Write the files, and return warnings. Runs on: rank 0.
 
     Args:
-        answer: What ``save_pretrained`` of the model writes.
+        answer: What ``save_pretrained`` of the model writes, as :func:`for_older_readers` returns it.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -158,8 +173,7 @@ def write(
     for name, content in answer.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    warnings = add_older_fields(folder, config, base_model)
-    warnings += warn_of_older_tensors(folder, model, config, answer, base_model)
+    warnings = []
     if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
         warnings.append(
             f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '
@@ -236,7 +250,9 @@ def _is_json(value: Any) -> bool:
 def write_config(folder: Path, config: PretrainedConfig) -> list[str]:
     """Write config.json, and return warnings. Runs on: rank 0."""
     config.save_pretrained(folder)
-    return add_older_fields(folder, config)
+    content, warnings = with_older_fields((folder / CONFIG).read_bytes(), config)
+    (folder / CONFIG).write_bytes(content)
+    return warnings
 
 
 def _restore_forced(generation: GenerationConfig, base_model: LocatedBase) -> None:

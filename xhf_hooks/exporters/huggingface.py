@@ -60,7 +60,7 @@ class HuggingFaceExport(Export):
         surroundings: What is saved around the exported model.
         base_model: The base.
         fingerprint: Of what it was made from (:meth:`HuggingFaceExporter.fingerprint`).
-        generation_warnings: About the generation config.
+        config_warnings: About the generation config, and about what older readers do not read.
     """
 
     reference: Reference
@@ -69,7 +69,7 @@ class HuggingFaceExport(Export):
     surroundings: Surroundings
     base_model: LocatedBase
     fingerprint: str
-    generation_warnings: tuple[str, ...] = ()
+    config_warnings: tuple[str, ...] = ()
 
     @property
     def config(self) -> PretrainedConfig:
@@ -80,6 +80,13 @@ class HuggingFaceExport(Export):
     def written_names(self) -> set[str]:
         """Names of ``own`` that the files have: not those of which another tied name is there."""
         return {name for tensors in self.answer.weights.values() for one in tensors.values() for name in one.sources}
+
+    @cached_property
+    def rows(self) -> tuple[int | None, int | None]:
+        """Rows of the token embeddings and of the language-modelling head; None for what the model does not have."""
+        head = output_embedding(self.reference.model)
+        rows = max((weight.shape[0] for weight in token_embeddings(self.reference.model)), default=None)
+        return rows, None if head is None else head.shape[0]
 
     @cached_property
     def warnings_of_base(self) -> list[str]:
@@ -127,6 +134,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         own, replaced = self.own_tensors(request.specs)
         reference = self.find_reference(own, replace(request, dtype=model_dtype))
         answer, warnings = self._ask_save(own, reference, model_dtype)
+        answer, older_warnings = self.for_older_readers(answer, reference)
         entries = entries_of(answer.weights, own)
         if base is not None:
             entries = base.applied_to(entries, reference.model.base_model_prefix)
@@ -146,7 +154,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             surroundings=surroundings,
             base_model=self.base_model,
             fingerprint=fingerprint,
-            generation_warnings=tuple(warnings),
+            config_warnings=(*warnings, *older_warnings),
         )
 
     def fingerprint(self) -> str:
@@ -226,6 +234,11 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             reference: The model that ``from_pretrained`` will build.
         """
         return self._model
+
+    def for_older_readers(self, answer: SaveAnswer, reference: Reference) -> tuple[SaveAnswer, list[str]]:
+        """See :func:`.hf_assets.for_older_readers`."""
+        model = self.model_to_ask(reference.model)
+        return hf_assets.for_older_readers(model, answer, reference.config, self.base_model)
 
     def _ask_save(
         self, own: Mapping[str, TracedTensor], reference: Reference, dtype: str | None
@@ -308,16 +321,12 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         reference = export.reference
-        rows = max((weight.shape[0] for weight in token_embeddings(reference.model)), default=None)
-        head = output_embedding(reference.model)
-        warnings = hf_assets.compare_vocabulary(tokenizer, rows, None if head is None else head.shape[0], self)
+        warnings = hf_assets.compare_vocabulary(tokenizer, *export.rows, self)
         kind = model_class(self._model)
         warnings += warn_of_arguments(kind, reference.arguments, reference.differences_without_arguments)
-        warnings += export.generation_warnings
+        warnings += export.config_warnings
         model = self.model_to_ask(reference.model)
-        warnings += hf_assets.write(
-            folder, model, export.config, export.answer, tokenizer, eos_token_ids, self.base_model
-        )
+        warnings += hf_assets.write(folder, model, export.answer, tokenizer, eos_token_ids, self.base_model)
         return warnings + export.warnings_of_base + export.surroundings.write(folder, self._path)
 
 

@@ -7,8 +7,8 @@ exporters/assets/older_readers.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.compat.transformers import (
@@ -20,7 +20,7 @@ from xhf_hooks.compat.transformers import (
 from xhf_hooks.exporters.ask_save import SaveAnswer
 from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.ties import TIE
-from xhf_hooks.format import strict_json
+from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import input_embedding, model_class, output_embedding, without_wrappers
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def warn_of_older_tensors(
-    folder: Path, model: PreTrainedModel, config: PretrainedConfig, answer: SaveAnswer, base_model: LocatedBase
+    model: PreTrainedModel, config: PretrainedConfig, answer: SaveAnswer, base_model: LocatedBase
 ) -> list[str]:
-    """Warnings about what a model that was built from its config has for transformers 5 alone. Runs on: rank 0.
+    """Warnings about what a model that was built from its config has for transformers 5 alone.
 
     Args:
-        folder: Has the config.json to be saved.
         model: The model whose class was asked.
-        answer: What its ``save_pretrained`` writes.
+        config: The config to write.
+        answer: What is written, with the final config.json.
     """
     if not converts_weights():
         return []
@@ -60,7 +60,7 @@ def warn_of_older_tensors(
                 f'shape that transformers 5 gives {name}, which transformers 4 cannot read: it has them transposed'
             )
     written = {name for tensors in answer.weights.values() for one in tensors.values() for name in one.sources}
-    return warnings + _warn_of_tie(strict_json.read(folder / 'config.json'), model, config, written)
+    return warnings + _warn_of_tie(json.loads(answer.files[CONFIG]), model, config, written)
 
 
 def _warn_of_tie(

@@ -17,6 +17,7 @@ from torch import nn
 from xhf_hooks.compat.transformers import accepted_options, dtype_field, text_config
 from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters import hf_assets
+from xhf_hooks.exporters.ask_save import SaveAnswer
 from xhf_hooks.exporters.assets.base_files import LocatedBase, base_of_model
 from xhf_hooks.exporters.base import CompositeExporter, ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
@@ -223,11 +224,15 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
     def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
         return reference
 
+    def for_older_readers(self, answer: SaveAnswer, reference: Reference) -> tuple[SaveAnswer, list[str]]:
+        # The llm was loaded, and knows the names in its files; the reference was not
+        return hf_assets.for_older_readers(self._model, answer, reference.config, LocatedBase())
+
     def write_hf_assets(
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         config = copy.deepcopy(export.config)
-        warnings = [*export.generation_warnings]
+        warnings = [*export.config_warnings]
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
         if not hasattr(tokenizer, 'add_tokens'):
             tokenizer = None  # what is copied cannot get it, either
@@ -242,7 +247,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
                     f'checkpoint or in --base), or call resize_token_embeddings before training'
                 )
             config.image_token_index, config.pad_token_id = image_id, pad_id
-        warnings += hf_assets.write(folder, self._model, config, export.answer, tokenizer, eos_token_ids, LocatedBase())
+        warnings += hf_assets.write(folder, self._model, export.answer, tokenizer, eos_token_ids, LocatedBase())
         hf_assets.write_config(folder, config)
         return warnings + self._write_processor(export, folder)
 

@@ -22,6 +22,7 @@ from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
+from xhf_hooks.exporters import hf_assets
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.integrations.own_loop import OptionsOfCall
 from xhf_hooks.runs import save_context
@@ -52,8 +53,10 @@ def disk(monkeypatch) -> threading.Event:
 
 
 @pytest.mark.parametrize('async_save', [False, True])
-def test_calls_for_one_model_plan_once(tmp_path, planned, caplog, async_save):
+def test_calls_for_one_model_plan_once(tmp_path, planned, monkeypatch, caplog, async_save):
     """Also into other folders; each has the weights of its call."""
+    asked = mock.Mock(side_effect=hf_assets.for_older_readers)  # loads the config several times
+    monkeypatch.setattr(hf_assets, 'for_older_readers', asked)
     model, made = odd_llama(lora=True), []
     caplog.set_level('INFO')
     for step in (1, 2, 3):
@@ -63,7 +66,7 @@ def test_calls_for_one_model_plan_once(tmp_path, planned, caplog, async_save):
         expected.save_pretrained(tmp_path / f'theirs_{step}')
     if async_save:
         made = [handle.result() for handle in made]
-    assert planned.call_count == 1
+    assert planned.call_count == asked.call_count == 1
     assert [caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_')] == [1, 1, 3]
     for step, committed in enumerate(made, start=1):
         assert assert_whole(committed.path) == step

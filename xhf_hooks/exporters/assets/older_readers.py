@@ -5,9 +5,9 @@ ignores without a word. So the base's files get what changed, in older words, an
 older names of RoPE, too: where the installed transformers proves that they mean the same.
 
 It ends when this package requires transformers 5 (``LEAST`` in system/versions.py; tests/unit/test_layering.py says so
-then): delete this module, exporters/older_tensors.py, what they call in compat/transformers.py, and their tests.
-:mod:`.write_tokenizer` then writes what a tokenizer or processor
-saves, and ``hf_assets.write_config`` only saves the config.
+then): delete this module, exporters/older_tensors.py, ``hf_assets.for_older_readers``, what they call in
+compat/transformers.py, and their tests. :mod:`.write_tokenizer` then writes what a tokenizer or processor saves, and
+``hf_assets.write_config`` only saves the config.
 """
 
 from __future__ import annotations
@@ -163,14 +163,18 @@ def _json_part(saved: Files, name: str) -> Any:
     return json.loads(saved[TOKENIZER_JSON]).get(name) if TOKENIZER_JSON in saved else None
 
 
-def add_older_fields(folder: Path, config: PretrainedConfig, base_model: LocatedBase | None = None) -> list[str]:
-    """Add what transformers 4 reads to the config.json that ``config`` was saved to, and return warnings.
+def with_older_fields(
+    saved: bytes, config: PretrainedConfig, base_model: LocatedBase | None = None
+) -> tuple[bytes, list[str]]:
+    """Add what transformers 4 reads to a config.json, and return it with warnings.
 
     Fields that the installed class reads and writes under another key, or with another value, are kept as the base has
     them. RoPE gets the words of transformers 4 where the base has none.
+
+    Args:
+        saved: What ``config`` itself saves.
     """
-    path = folder / 'config.json'
-    content = strict_json.read(path)
+    content = strict_json.parse(saved, 'config.json')
     base = {} if base_model is None or not converts_weights() else base_model.read_json('config.json')
     if base.get('model_type') != content.get('model_type'):
         base = {}
@@ -180,8 +184,8 @@ def add_older_fields(folder: Path, config: PretrainedConfig, base_model: Located
     warnings = _add_older_rope(config, content, base)
     warnings += _warn_of_unread(content, has_base=bool(base))
     if kept or any(named) or any(isinstance(fields.get(_ROPE), dict) for _, _, fields in parts):
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + '\n', encoding='utf-8')  # as transformers does
-    return warnings
+        saved = (json.dumps(content, indent=2, sort_keys=True) + '\n').encode()  # as transformers does
+    return saved, warnings
 
 
 def _keep_fields_of_base(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> bool:
