@@ -42,16 +42,15 @@ def module_tensors(model: nn.Module, *, as_wrapped: bool = False) -> list[tuple[
     return found
 
 
-def modules_in(model: nn.Module) -> Iterator[nn.Module]:
-    """Each module once, in any order. Takes a tenth of the time of ``nn.Module.modules``."""
-    found, left = {id(model)}, [model]
-    while left:
-        module = left.pop()
-        yield module
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """Each module once, the model first. Takes a small part of the time of ``nn.Module.modules``."""
+    found, seen = [model], {id(model)}
+    for module in found:  # to which its children are added
         for child in module._modules.values():
-            if child is not None and id(child) not in found:
-                found.add(id(child))
-                left.append(child)
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -54,10 +54,9 @@ def pretrained_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     from transformers import PreTrainedModel
 
     found: dict[str, PreTrainedModel] = {}
-    for wrapped_path, module in model.named_modules():
-        path = without_wrappers(wrapped_path)
-        inside = any(path.startswith(f'{outer}.') or outer == '' for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
+    models = ((without_wrappers(path), one) for path, one in model.named_modules() if isinstance(one, PreTrainedModel))
+    for path, module in models:
+        if not any(path.startswith(f'{outer}.') or outer == '' for outer in found):
             found[path] = module
     return found
 

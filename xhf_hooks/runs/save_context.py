@@ -131,11 +131,12 @@ class SaveContext:
         Raises:
             SharedError: The model cannot be exported any more, or ranks hold different models.
         """
-        if self.kept is None:  # else open() has just made it, in the same call of save_hf
+        prepared, has_other_tensors = self.preparation, False
+        if self.kept is None:  # else open() has just made the source and looked, in the same call of save_hf
             self.source = source_for(self.unwrapped.root)
-        prepared = self.preparation
+            has_other_tensors = self.source.specs() != prepared.specs
         warn_of_left_out(self.log, prepared.left_out, self.unwrapped.model)
-        is_outdated = self.source.specs() != prepared.specs or prepared.exporter.is_outdated(prepared.export)
+        is_outdated = has_other_tensors or prepared.exporter.is_outdated(prepared.export)
         if self.collective.vote_any(is_outdated, 'plan'):
             in_background = self.background is not None
             self.preparation = prepare_saves(

@@ -59,7 +59,7 @@ class Fsdp2Source(WholeTensorsSource):
 
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
-        modules = [*modules_in(model)]
+        modules = modules_in(model)
         if any(_is_class_of_torch(each, 'FSDPModule') for each in set(map(type, modules))):
             return True
         return any(_is_class_of_torch(each, 'DTensor') for each in set(map(type, parameters_of(modules))))

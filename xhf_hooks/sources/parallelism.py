@@ -68,7 +68,7 @@ def refuse_other_parallelism(model: nn.Module) -> None:
             f'{type(model).__name__}: expected the same layers on every rank, found pipeline parallelism of DeepSpeed '
             f'(PipelineModule). Train a PreTrainedModel with {_USE_ZERO_3}'
         )
-    modules = [*modules_in(model)]
+    modules = modules_in(model)
     parameters = [*parameters_of(modules)]
     has_experts = any(_is_deepspeeds(each, 'AutoEPMoELayer') for each in set(map(type, modules)))
     if has_experts or any(map(_is_of_some_ranks, parameters)):

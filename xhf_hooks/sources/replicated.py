@@ -96,6 +96,8 @@ def require_equal(source: Source, specs: Sequence[TensorSpec], collective: Colle
         AgreedError: A rank cannot read what it holds.
     """
     rank, world_size = collective.rank, collective.world_size
+    if world_size == 1:
+        return
     read: list[_Replicas] = []
 
     def digests_of_this_rank() -> list[np.ndarray]:
@@ -155,9 +157,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the tensor's bytes as 64-bit words, which differs between models that were trained apart."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     whole = data.numel() // _WORD_NBYTES * _WORD_NBYTES
-    total = data[whole:].sum()
+    sums = [data[whole:].sum()] if whole < data.numel() else []
     for piece in data[:whole].split(_PIECE_NBYTES):
         if piece.storage_offset() % _WORD_NBYTES:  # in a flat buffer; torch does not view it as words
             piece = piece.clone()
-        total = total + piece.view(torch.int64).sum()
-    return total
+        sums.append(piece.view(torch.int64).sum())
+    return sum(sums[1:], sums[0])

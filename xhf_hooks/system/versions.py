@@ -21,6 +21,7 @@ def package_versions() -> dict[str, str]:
     return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}
 
 
+@cache  # each call of save_hf asks; reading a package's metadata takes milliseconds
 def require_packages(*names: str) -> None:
     """Refuse to work without these packages, or with versions that cannot work.
 

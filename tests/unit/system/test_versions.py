@@ -23,8 +23,10 @@ def has(monkeypatch):
             return found[name]
 
         monkeypatch.setattr(versions, 'version', version)
+        require_packages.cache_clear()
 
-    return install
+    yield install
+    require_packages.cache_clear()
 
 
 @pytest.mark.parametrize(

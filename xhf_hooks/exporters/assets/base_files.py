@@ -28,7 +28,7 @@ from xhf_hooks.format.loaded_files import (
     is_loaded_text,
 )
 from xhf_hooks.format.text import error_text
-from xhf_hooks.model import model_class
+from xhf_hooks.model import model_class, modules_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -255,8 +255,8 @@ def _differ(folders: Iterable[Path]) -> bool:
 def base_dirs_of(model: nn.Module) -> list[str]:
     """Folders that the model and its parts were loaded from, or their names where there is no folder."""
     named: dict[str, nn.Module] = {}
-    for module in model.modules():
-        name = getattr(getattr(module, 'config', None), '_name_or_path', None)
+    for module in modules_in(model):
+        name = getattr(vars(module).get('config'), '_name_or_path', None)
         if isinstance(name, str) and name:
             named.setdefault(name, module)
     return sorted(str(base_of_model(module).folder or name) for name, module in named.items())
