@@ -163,7 +163,7 @@ def test_forbidden(rule):
 
 
 def test_saves_name_no_training_engine():
-    """What they need to know of one, its source says. (The environment of on_saved's command is cleared of launchers.)"""
+    """What they need to know of one, its source says. A command of on_saved gets no launcher's variables."""
     named = [relative(path) for path in files_in('runs/') if 'deepspeed' in path.read_text(encoding='utf-8').lower()]
     assert named == ['runs/ends/on_saved.py']
 
