@@ -226,15 +226,16 @@ def read_in_two_forms(model: PreTrainedModel, names: Iterable[str]) -> list[str]
     return [name for name in names if any(one.rename_source_key(name)[1] is not None for one in conversions)]
 
 
-def without_legacy_names(name: str) -> str:
-    """The name of a tensor with the present words of transformers, for older ones that transformers 4 reads, too."""
+def without_legacy_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of tensors with the present words of transformers, for older ones that transformers 4 reads, too."""
+    found = {name: name for name in names}
     if not converts_weights():
-        return name
+        return found
     from transformers import conversion_mapping
 
     for one in conversion_mapping.get_checkpoint_conversion_mapping('legacy') or ():
-        name = one.rename_source_key(name)[0]
-    return name
+        found = {name: one.rename_source_key(present)[0] for name, present in found.items()}
+    return found
 
 
 def older_layer_types(config: PretrainedConfig) -> dict[str, str]:

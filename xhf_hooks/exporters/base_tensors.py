@@ -211,8 +211,11 @@ def _renamed(
     Only transformers 5 renames what it saves. Not names that transformers 4 reads, too: without the prefix of the base
     model, or with older words.
     """
-    own, of_base = ({_plain(one.hf_name, reference): one for one in listed} for listed in (entries, in_base))
-    if not converts_weights() or own.keys() <= of_base.keys() or of_base.keys() <= own.keys():
+    listed = [{one.hf_name for one in found} for found in (entries, in_base)]
+    plain = without_legacy_names(set().union(*listed))
+    plain = {name: found.removeprefix(f'{reference.base_model_prefix}.') for name, found in plain.items()}
+    own, of_base = ({plain[name] for name in found} for found in listed)
+    if not converts_weights() or own <= of_base or of_base <= own:
         return {}
     try:
         loaded = [
@@ -224,16 +227,9 @@ def _renamed(
     found = {}
     for name in loaded[0].keys() & loaded[1].keys():
         now, before = (one[name].sources for one in loaded)
-        if {_plain(one, reference) for one in now}.isdisjoint(of_base) and not own.keys() & {
-            _plain(one, reference) for one in before
-        }:
+        if of_base.isdisjoint(plain[one] for one in now) and own.isdisjoint(plain[one] for one in before):
             found[now[0]] = before[0]
     return dict(sorted(found.items()))
-
-
-def _plain(name: str, reference: PreTrainedModel) -> str:
-    """A tensor's name without what transformers 4 adds and takes away itself."""
-    return without_legacy_names(name).removeprefix(f'{reference.base_model_prefix}.')
 
 
 def _missing_mtp_layers(names: Iterable[str], base_model: LocatedBase) -> list[str]:

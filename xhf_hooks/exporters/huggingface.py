@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,6 +339,7 @@ def _plain_attributes(model: nn.Module) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+@cache
 def _writes_n_parameters() -> bool:
     """Whether ``save_pretrained`` of the installed transformers writes ``total_parameters``, as since 5."""
     from transformers import PreTrainedModel

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib import util
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata, util
+from importlib.metadata import PackageNotFoundError
 
 from xhf_hooks.errors import InstalledError
 
 __version__ = '0.2.0'
 
+#: Parses a file, and each object with options asks several times.
+version = cache(metadata.version)
 #: The oldest versions that work.
 LEAST = {'torch': '2.1', 'transformers': '4.36', 'deepspeed': '0.13', 'mmengine': '0.10.3'}
 
