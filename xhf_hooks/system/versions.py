@@ -11,7 +11,7 @@ from xhf_hooks.errors import InstalledError
 
 __version__ = '0.2.0'
 
-#: Parses a file, and each object with options asks several times.
+#: Parses a file, which takes milliseconds; each object with options and each call of save_hf asks several times.
 version = cache(metadata.version)
 #: The oldest versions that work.
 LEAST = {'torch': '2.1', 'transformers': '4.36', 'deepspeed': '0.13', 'mmengine': '0.10.3'}
@@ -23,7 +23,6 @@ def package_versions() -> dict[str, str]:
     return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}
 
 
-@cache  # each call of save_hf asks; reading a package's metadata takes milliseconds
 def require_packages(*names: str) -> None:
     """Refuse to work without these packages, or with versions that cannot work.
 

@@ -23,10 +23,8 @@ def has(monkeypatch):
             return found[name]
 
         monkeypatch.setattr(versions, 'version', version)
-        require_packages.cache_clear()
 
-    yield install
-    require_packages.cache_clear()
+    return install
 
 
 @pytest.mark.parametrize(
