@@ -252,9 +252,9 @@ def _live(content: Mapping[str, Any], averaged: Mapping[str, torch.Tensor]) -> d
 
 
 def _number_in(found: FoundCheckpoint) -> int | None:
-    """The iteration in the name of the folder or file, or of Trainer's folder; None for epochs."""
+    """The iteration in the name of the folder or file, or of a trainer's folder; None for epochs."""
     for path in (found.path, found.path.parent):
-        if match := re.fullmatch(r'(?:iter_|checkpoint-)(\d{1,15})(?:\.pth)?', path.name, re.ASCII):
+        if match := re.fullmatch(r'(?:iter_|checkpoint-|ckpt-step-)(\d{1,15})(?:\.pth)?', path.name, re.ASCII):
             return int(match[1])
     return None
 

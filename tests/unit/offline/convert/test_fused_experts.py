@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from unittest import mock
 
@@ -37,6 +38,7 @@ def test_where_v1_is_installed_it_splits_them(folders, tmp_path, capsys, options
     assert_loads_clean(out, AutoModelForCausalLM)
     assert dict(config_of(out)) == dict(config_of(trained))
     assert 'fp32_keys_pattern, are not applied' in capsys.readouterr().err
+    assert json.loads((out / 'xhf_manifest.json').read_text())['iteration'] == 5
 
 
 def test_where_it_is_not_or_cannot_they_are_refused(folders, tmp_path, capsys):
