@@ -4,6 +4,7 @@
 #     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
 #     bash tools/test.sh --all                 both tiers, as CI does
 #     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
+#     bash tools/test.sh --environments        make what takes --rest minutes to install, beside another run
 #     bash tools/test.sh --network-fs          saves on MooseFS, in neither tier
 #     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
@@ -109,9 +110,10 @@ run() {
     (($? == 0)) || echo "$1" >>"$logs/failed"
 }
 
+# Rows that take about as long: when the last one runs alone, a core is idle.
 first_tier() {
-    (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit) &
-    run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/distributed/test_[ab]*.py &
+    (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit --ignore=tests/unit/offline) &
+    run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/{distributed/test_[ab]*.py,unit/offline} &
     show ranks test_with .venv ranks -m 'not needs' tests/distributed/test_[!ab]*.py
 }
 
@@ -123,12 +125,16 @@ second_tier() {
     local compiling=$!
     (
         run xtuner test_xtuner xtuner-0.1
-        run docs build_docs
-        run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
+        # Here, so that the operators are compiled when it loads them
+        run needs test_with .venv needs --complete -m needs $(list_files_that_need distributed)
     ) &
-    # In this order, so that the operators are compiled when tests/distributed loads them
-    (run transformers4 test_transformers4; run needs test_with .venv needs --complete -m needs $(list_files_that_need e2e distributed)) &
+    (
+        run transformers4 test_transformers4
+        run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e)
+        run docs build_docs
+    ) &
     show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py
+    run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
     wait "$compiling"
 }
 
@@ -151,7 +157,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit e2e xtuner docs sweeps transformers4 needs; do
+    for name in lint unit e2e xtuner needs transformers4 programs docs sweeps; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
@@ -170,6 +176,9 @@ case ${1-} in
         ;;
     --rest)
         run_tiers second_tier
+        ;;
+    --environments)
+        make_env .venv-xtuner-0.1 xtuner-0.1 test
         ;;
     --coverage)
         make_env .venv modern test
