@@ -99,9 +99,9 @@ def _flat_of(way: str) -> str | None:
     return way.replace(ways.HSDP, ways.FLAT) if way.endswith(ways.HSDP) else None
 
 
-def summary(save: dict[str, Any], floors: dict[str, Any]) -> str:
-    """The README's rows, of ``save``; those that were not measured there are of ``floors``."""
-    found = medians(floors['cases'][0]) | medians(save['cases'][0])
+def summary(save: dict[str, Any]) -> str:
+    """The README's rows, of the benchmark ``save``."""
+    found = medians(save['cases'][0])
     ours = [f'{ways.OURS}positional{fsync}' for fsync in (ways.AS_THE_HOOK, ways.NO_FSYNC)]
     columns = {
         'seconds': SECONDS,
