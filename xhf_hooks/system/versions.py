@@ -17,7 +17,6 @@ version = cache(metadata.version)
 LEAST = {'torch': '2.1', 'transformers': '4.36', 'deepspeed': '0.13', 'mmengine': '0.10.3'}
 
 
-@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages in use, for the manifest."""
     return {'xhf_hooks': __version__, **{name: version(name) for name in ('torch', 'transformers')}}

@@ -50,8 +50,8 @@ class LocatedBase:
         is_path: False if the name is a Hub id that was found in the cache. True for a path, and for any name that was
             not found, since nothing tells a path from the Hub id of a base that is not in the cache.
         n_tokens: The number of tokens of its tokenizer; None before the first question.
-        written_tokenizers: Of each tokenizer and processor that was written: the files that itself saves, those that
-            were written, and warnings.
+        written_tokenizers: By tokenizer or processor: the files of its own ``save_pretrained``, the files that were
+            written for it, and warnings.
     """
 
     name: str = ''

@@ -1,6 +1,6 @@
-"""Frozen weights: those that the run's config freezes, and those that the checkpoint of an adapter lacks.
+"""Freezes what the run's config freezes, and checks frozen weights that the checkpoint of an adapter lacks.
 
-Of the latter: whether the base has those of training, and their dtype.
+For the latter it finds out whether the base has the weights of training, and their dtype.
 """
 
 from __future__ import annotations
