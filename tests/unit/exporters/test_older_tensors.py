@@ -113,6 +113,8 @@ def test_names_that_are_not_those_of_the_base(tmp_path):
     assert 'is decoder.decoder_layers.0.' in warning
 
 
+@pytest.mark.modern_only
+@of_5
 @pytest.mark.parametrize(
     ('family', 'now', 'before'),
     [('bert', 'LayerNorm.weight', 'LayerNorm.gamma'), ('gpt2', 'transformer.', '')],
