@@ -30,7 +30,7 @@ class FileIdentity:
     """Proves that an open file is the one that rank 0 created, whatever the name it was opened by.
 
     Attributes:
-        inode: The server's inode number, the same on every host (places/access.py checks that).
+        inode: The server's inode number, the same on every host (runs/access.py checks that).
         nbytes: Size of the whole file, which it has from its creation.
     """
 

@@ -14,6 +14,7 @@ from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.access import choose_strategy
 from xhf_hooks.runs.preparation import Preparation
 from xhf_hooks.runs.telemetry import RunLog
 from xhf_hooks.runs.unwrap import Unwrapped
@@ -68,13 +69,17 @@ class KeptPlan:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def strategy(self, writer: str, parent: Path) -> WriteStrategy | None:
-        """What was chosen for this option ``writer`` and this parent of the folder, if that was the last choice."""
-        return self._strategy[2] if self._strategy is not None and self._strategy[:2] == (writer, parent) else None
-
-    def keep_strategy(self, strategy: WriteStrategy, writer: str, parent: Path) -> None:
-        """Keep what was chosen, for the next call."""
-        self._strategy = writer, parent, strategy
+    def choose_strategy(
+        self, log: logging.LoggerAdapter, writer: str, folder: Path, collective: Collective
+    ) -> WriteStrategy:
+        """That of the last call, if its folder was beside this one on all ranks; else as :func:`.choose_strategy`."""
+        asked = writer, folder.parent
+        strategy = None if self._strategy is None or self._strategy[:2] != asked else self._strategy[2]
+        name = collective.from_rank0('preflight', lambda: folder.name)
+        if collective.vote_any(strategy is None or name != folder.name, 'preflight') or strategy is None:
+            strategy = choose_strategy(log, writer, folder, collective)
+        self._strategy = *asked, strategy
+        return strategy
 
     def preparation(
         self, unwrapped: Unwrapped, source: Source, options: SaveOptions, strategy: WriteStrategy

@@ -11,8 +11,8 @@ from xhf_hooks.exporters.other_modules import OTHER_FILES, is_of_other_modules
 from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
-from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.runs.access import prepare_targets
 from xhf_hooks.runs.ends.upload import Uploads
 from xhf_hooks.runs.run_info import RunInfo
 from xhf_hooks.runs.save_context import SaveContext

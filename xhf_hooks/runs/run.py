@@ -18,11 +18,10 @@ import torch
 
 from xhf_hooks.errors import RankLostError, XhfError
 from xhf_hooks.options import CallOptions, RunOptions
-from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
-from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs.access import choose_strategy
 from xhf_hooks.runs.ends.after_saves import AfterSaves
 from xhf_hooks.runs.ends.run_end import RunEnd
 from xhf_hooks.runs.kept_plan import KeptPlan
@@ -118,7 +117,8 @@ class Run:
         try:
             collective = Collective.connect() if collective is None else collective
             end.do_last(collective.close)
-            strategy = _choose_strategy(log, options.writer, newest.path, collective, kept)
+            how_to_choose = choose_strategy if kept is None else kept.choose_strategy
+            strategy = how_to_choose(log, options.writer, newest.path, collective)
             after_saves = AfterSaves(options, log)
             context = SaveContext.open(
                 info.unwrapped,
@@ -447,19 +447,3 @@ class Run:
         self._has_saved = True
         with self.log.logging_errors_of_callbacks(committed.step):
             self._on_committed(committed)
-
-
-def _choose_strategy(
-    log: RunLog, writer: str, folder: Path, collective: Collective, kept: KeptPlan | None
-) -> WriteStrategy:
-    """Which rank writes what: as in the last call of ``save_hf``, if its folder was beside this one on all ranks."""
-    known = None if kept is None else kept.strategy(writer, folder.parent)
-    if kept is not None:
-        name = collective.from_rank0('preflight', lambda: folder.name)
-        if collective.vote_any(known is None or name != folder.name, 'preflight'):
-            known = None
-    if known is None:
-        known = choose_strategy(log, writer, folder, collective)
-    if kept is not None:
-        kept.keep_strategy(known, writer, folder.parent)
-    return known

@@ -84,7 +84,7 @@ class SaveContext:
         Args:
             unwrapped: The trained model (:class:`.Unwrapped`).
             log: As the attribute.
-            strategy: As chosen for the option ``writer`` (places/access.py).
+            strategy: As chosen for the option ``writer`` (runs/access.py).
             in_background: Whether saves will be made in the background.
             stays_cached: Leave the files in the page cache, for a program that reads them at once.
             after_commit: As the attribute. If it communicates, it starts with a vote.

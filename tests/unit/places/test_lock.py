@@ -16,8 +16,8 @@ from tests.helpers.runs.small_saves import failing, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
-from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.runs.access import prepare_targets
 
 
 def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_ending(tmp_path, claim):

@@ -13,9 +13,9 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial,
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places import checkpoint_folder, replacement
-from xhf_hooks.places.access import sweep_dead_runs
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import new_name
+from xhf_hooks.runs.access import sweep_dead_runs
 
 
 def own_folder(path: Path) -> None:

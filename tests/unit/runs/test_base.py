@@ -17,8 +17,8 @@ from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
 from xhf_hooks.options import RunOptions
-from xhf_hooks.places.access import prepare_targets
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.runs.access import prepare_targets
 from xhf_hooks.runs.run import Run
 from xhf_hooks.runs.run_info import RunInfo
 from xhf_hooks.runs.telemetry import RunLog

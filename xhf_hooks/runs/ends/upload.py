@@ -16,13 +16,13 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.files.manifest import Manifest, parse_manifest
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, size_text
-from xhf_hooks.places.access import all_ranks_see
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub_bucket import is_bucket_url
 from xhf_hooks.places.store import StoredSaves, run_prefix, send_file
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.ranks.rendezvous import store_has
+from xhf_hooks.runs.access import all_ranks_see
 from xhf_hooks.runs.ends.each_save import EachSave, SaveJob
 
 #: Seconds between two requests to the store for what other ranks have uploaded.

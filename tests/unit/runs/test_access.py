@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers.runs.small_saves import failing
 from xhf_hooks.errors import XhfError
-from xhf_hooks.places import access
-from xhf_hooks.places.access import choose_strategy
 from xhf_hooks.ranks.collective import Collective
+from xhf_hooks.runs import access
+from xhf_hooks.runs.access import choose_strategy
 
 #: What a mount of an object store refuses.
 CALLS: dict[str, Callable[..., Any]] = {'ftruncate': os.ftruncate, 'pwrite': os.pwrite, 'fsync': os.fsync}
