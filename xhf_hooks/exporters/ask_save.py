@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 #: Attributes of a model and a config that was loaded onto several devices, or split over ranks; the copy is whole.
 _DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh', 'distributed_config')
 
+#: What a ``save_pretrained`` is called with, if it has such options: one file, since a save divides tensors into files by
+#: itself, and no model card of sentence-transformers, which would describe the whole run.
+_OPTIONS = {'max_shard_size': sys.maxsize, 'create_model_card': False}
+
 
 @dataclass(frozen=True)
 class ModelTensor:
@@ -151,14 +155,13 @@ def ask_save_around(whole: nn.Module, tensors: Mapping[str, ModelTensor], skippe
                 module.save_pretrained = lambda *arguments, **options: None
         return made
 
-    save = model_class(whole).save_pretrained
-    known = inspect.signature(save).parameters
-    options: dict[str, Any] = {'create_model_card': False}  # sentence-transformers' would describe the whole run
-    return _ask(save, make_copy, **{name: value for name, value in options.items() if name in known})
+    return _ask(model_class(whole).save_pretrained, make_copy)
 
 
-def _ask(save: Callable[..., object], make_copy: Callable[[ValueStandIn], Any], **options: Any) -> SaveAnswer:
+def _ask(save: Callable[..., object], make_copy: Callable[[ValueStandIn], Any]) -> SaveAnswer:
     """Ask once; where the code reads values of tensors, once more with other values."""
+    known = inspect.signature(save).parameters
+    options = {name: value for name, value in _OPTIONS.items() if name in known}
     one = ValueStandIn(1)
     found = _ask_once(save, make_copy(one), options)
     if not one.was_read:
@@ -228,9 +231,8 @@ def _copied(model: nn.Module, tensors: Mapping[str, ModelTensor], stand_in: Valu
             return torch.empty(live.shape, dtype=live.dtype, device='meta')
         if one.tie_key not in made:
             made[one.tie_key] = traced(name, one.shape, one.dtype, stand_in)
-            made[one.tie_key]._is_param = isinstance(
-                live, nn.Parameter
-            )  # what nn.Parameter sets on a subclass of Tensor
+            # What nn.Parameter sets on a subclass of Tensor
+            made[one.tie_key]._is_param = isinstance(live, nn.Parameter)
         return made[one.tie_key]
 
     def name_tensors(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -261,9 +263,8 @@ def _files_noted(model_copy: nn.Module, folder: Path) -> Iterator[dict[str, Any]
     noted: dict[str, Any] = {}
 
     def note(write: Callable[..., Any], given: Any, file: Any, args: Any, kwargs: Any) -> Any:
-        name = (
-            file if isinstance(file, (str, Path)) else getattr(file, 'name', '')
-        )  # torch.save takes an open file, too
+        # torch.save takes an open file, too
+        name = file if isinstance(file, (str, Path)) else getattr(file, 'name', '')
         path = Path(name).resolve() if isinstance(name, (str, Path)) else Path()
         if not path.is_relative_to(folder):
             return write(given, file, *args, **kwargs)

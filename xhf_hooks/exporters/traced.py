@@ -6,6 +6,7 @@ versions. They are given traced tensors, and what comes out says which named ten
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ _MAX_VALUES = 10**6
 #: Operations that move a tensor, which one on the meta device cannot do.
 _MOVES = frozenset(('cpu', 'cuda', 'to'))
 _GET_DEVICE = torch.Tensor.device.__get__
+#: Farther apart than any tensor is large.
+_ADDRESSES = itertools.count(2**50, 2**50)
 
 
 class ChangedInPlaceError(RuntimeError):
@@ -67,6 +70,23 @@ class ElementRange:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """What libraries ask of the memory of a traced tensor, to find tied ones. A part has one of its own.
+
+    Of real tensors, a part of another has the other's memory, and huggingface_hub puts both into one file.
+    """
+
+    address: int
+    size: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size
+
+
 class TracedTensor(torch.Tensor):
     """A tensor without values that knows what it is made of. :func:`traced` makes the first ones.
 
@@ -81,7 +101,7 @@ class TracedTensor(torch.Tensor):
     _view: torch.Tensor | None
     _stand_in: ValueStandIn | None
     _changes: list[str]  # the functions that have changed it in place; shared by those with the same elements
-    _memory: torch.UntypedStorage  # transformers finds tied tensors by its address, which the meta device does not have
+    _address: int  # of its first element; tied tensors have the same
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,8 +109,10 @@ class TracedTensor(torch.Tensor):
         name = func.__name__
         if name in _READS_VALUES:
             return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
+        if name == 'data_ptr':
+            return args[0]._address
         if name == 'untyped_storage':
-            return args[0]._memory
+            return _Storage(args[0]._address, args[0].nbytes)
         if name == '__get__' and func == _GET_DEVICE and args[0]._stand_in is not None:
             return torch.device('cpu')  # versions of transformers look for offloaded tensors on the meta device
         if name in _MOVES:
@@ -162,7 +184,7 @@ def traced(
     made = empty.as_subclass(TracedTensor)
     made.sources, made._operation, made._result_index, made._changes = (name,), None, None, []
     made._view, made._stand_in = empty, stand_in
-    made._memory = torch.UntypedStorage(1) if tied is None else tied._memory
+    made._address = next(_ADDRESSES) if tied is None else tied._address
     return made
 
 
@@ -171,7 +193,8 @@ def computed(
 ) -> TracedTensor:
     """What a function makes of traced tensors in its arguments. It is not called before :func:`replay`."""
     empty = torch.empty(tuple(shape), dtype=dtype, device='meta')
-    return _made(empty, _traced_in(args), _Operation(function, args, {}), None, None)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _made(empty, _traced_in(args), _Operation(function, args, {}), None, None)
 
 
 def replay(
@@ -218,10 +241,14 @@ def _made(
     storage = result.untyped_storage()._cdata
     viewed = [one for one in operands if one.untyped_storage()._cdata == storage]
     made._changes = viewed[0]._changes if viewed else [change for one in operands for change in one._changes]
-    is_whole = bool(viewed) and viewed[0].numel() == result.numel()
-    made._memory = viewed[0]._memory if is_whole else torch.UntypedStorage(1)  # parts do not count as tied
+    made._address = next(_ADDRESSES) if not viewed else viewed[0]._address + _start(result) - _start(viewed[0])
     made._view = view
     return made
+
+
+def _start(tensor: torch.Tensor) -> int:
+    """Where the first element is in its memory, in bytes."""
+    return tensor.storage_offset() * tensor.element_size()
 
 
 def _view_of_source(operation: _Operation, operands: Sequence[TracedTensor], result: Any) -> Any:

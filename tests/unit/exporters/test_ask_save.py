@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from tests.helpers.models.adapted import planned
@@ -94,6 +94,30 @@ def test_a_class_with_its_own_save(kind, tmp_path):
         elif path.suffix != '.json':
             assert found.read_bytes() == path.read_bytes()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+class WithProjection(nn.Module):
+    """As SentenceTransformer: a model, and a module around it whose weights ``save_model`` of safetensors writes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.projection = inner, nn.Linear(3, 3)
+
+    def save_pretrained(self, path):
+        self.inner.save_pretrained(path)
+        Path(path, '1_Dense').mkdir()
+        save_model(self.projection, Path(path, '1_Dense', 'model.safetensors'))
+
+
+def test_a_module_around_the_model_that_writes_its_weights_itself(tmp_path, caplog):
+    whole = WithProjection(build('llama_tied', models=MODELS))
+    whole.save_pretrained(tmp_path / 'expected')
+    save_hf(whole, tmp_path / 'found')
+    assert 'are not saved' not in caplog.text
+    for name in ('model.safetensors', '1_Dense/model.safetensors'):
+        assert load_file(tmp_path / 'found' / name).keys() == load_file(tmp_path / 'expected' / name).keys()
+        for key, tensor in load_file(tmp_path / 'expected' / name).items():
+            assert torch.equal(load_file(tmp_path / 'found' / name)[key], tensor), key
 
 
 class SharesABlock(transformers.LlamaForCausalLM):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import _find_shared_tensors, _is_complete
 from torch import nn
 
 from xhf_hooks.exporters.traced import (
@@ -73,6 +74,26 @@ def test_one_source(done):
     if offset is not None:
         part = VALUES['a'].view(-1)[offset : offset + expected.numel()]
         assert torch.equal(part.to(expected.dtype).view(expected.shape), expected), 'what a run means'
+
+
+def test_tied_tensors_are_found_as_real_ones_are():
+    """By functions of safetensors, which its ``save_model`` calls, as modules of sentence-transformers do."""
+    a, b, c = sources(ValueStandIn(1))
+    found = {'a': a, 'tied': traced('tied', a.shape, a.dtype, ValueStandIn(1), tied=a), 'whole': a.view(24)}
+    found = {**found, 'b': b, 'c': c, 'copy': a.clone()}
+    real = {'a': VALUES['a'], 'tied': VALUES['a'], 'whole': VALUES['a'].view(24)}
+    real = {**real, 'b': VALUES['b'], 'c': VALUES['c'], 'copy': VALUES['a'].clone()}
+    assert sorted(map(sorted, _find_shared_tensors(found))) == sorted(map(sorted, _find_shared_tensors(real)))
+    assert all(map(_is_complete, found.values()))
+
+
+def test_a_part_has_its_place_in_the_whole():
+    """transformers asks where a tensor ends by the address of its last element."""
+    a, b, _ = sources(ValueStandIn(1))
+    real = VALUES['a']
+    for part, expected in ((a[2:], real[2:]), (a[2:].view(-1)[-1], real[2:].view(-1)[-1]), (a.t()[1], real.t()[1])):
+        assert part.data_ptr() - a.data_ptr() == expected.data_ptr() - real.data_ptr()
+    assert abs(b.data_ptr() - a.data_ptr()) > 2**40
 
 
 #: What is made of a, b and c, and the names of its sources.
