@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 #: Attributes of a model and a config that was loaded onto several devices, or split over ranks; the copy is whole.
 _DEVICE_ATTRIBUTES = ('hf_device_map', '_hf_hook', '_tp_size', '_device_mesh', 'distributed_config')
 
-#: What a ``save_pretrained`` is called with, if it has such options: one file, since a save divides tensors into files by
-#: itself, and no model card of sentence-transformers, which would describe the whole run.
+#: What a ``save_pretrained`` is called with, if it has such options: one file, since the planner divides tensors into
+#: files, and no model card of sentence-transformers, which would describe the whole run.
 _OPTIONS = {'max_shard_size': sys.maxsize, 'create_model_card': False}
 
 
