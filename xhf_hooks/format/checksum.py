@@ -8,25 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 _READ_NBYTES = 2**20
 
 
-def crc32(data: Buffer, value: int = 0) -> int:
-    """Checksum of ``data``; ``value`` is the checksum of preceding bytes."""
-    return isal_zlib.crc32(data, value)
-
-
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Checksum of a concatenation, from both checksums and the size of the second part."""
-    return isal_zlib.crc32_combine(first, second, second_nbytes)
+#: Checksum of bytes; a second argument is the checksum of preceding bytes.
+crc32 = isal_zlib.crc32
+#: Checksum of a concatenation, from both checksums and the size of the second part.
+combine = isal_zlib.crc32_combine
 
 
 def shift(crc: int, nbytes: int) -> int:

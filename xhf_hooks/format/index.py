@@ -36,13 +36,16 @@ def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return weight_map, metadata
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, name: str = WEIGHTS_NAME) -> list[Path]:
     """The files of a model's weights; none if it has none. Like transformers, prefers a whole one to an index.
+
+    Args:
+        name: The file's name where all weights are in one.
 
     Raises:
         DamagedError: The index is malformed.
     """
-    whole, index = folder / WEIGHTS_NAME, folder / f'model{INDEX_SUFFIX}'
+    whole, index = folder / name, folder / f'{name}.index.json'
     if whole.is_file():
         return [whole]
     if not index.is_file():
