@@ -3,70 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import huggingface_hub
 
-Item = TypeVar('Item')
 
-
-@dataclass(frozen=True)
-class Split:
-    """Which tensors each weight file holds: the fields of huggingface_hub's StateDictSplit that are used here.
-
-    Attributes:
-        filename_to_tensors: Names of tensors by name of the file, in the order in which they are saved.
-        metadata: ``total_size`` in bytes, for the index.
-    """
-
-    filename_to_tensors: dict[str, list[str]]
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_sharded(self) -> bool:
-        return len(self.filename_to_tensors) > 1
-
-    @property
-    def tensor_to_filename(self) -> dict[str, str]:
-        return {name: file for file, names in self.filename_to_tensors.items() for name in names}
-
-
-def split_state_dict(
-    items: Mapping[str, Item],
-    get_storage_size: Callable[[Item], int],
-    filename_pattern: str,
-    max_shard_size: int,
-) -> Any:
+def split_into_files(nbytes_of: Mapping[str, int], filename_pattern: str, most_nbytes: int) -> dict[str, list[str]]:
     """Split tensors into weight files as ``save_pretrained`` does. Runs on: all ranks, with the same result.
 
     Args:
-        items: A stand-in for each tensor, by its name, in the order of saving.
-        get_storage_size: Returns the bytes of a tensor, which shares its storage with no other one.
+        nbytes_of: Size of each tensor, which shares its storage with no other one, by its name in the order of saving.
         filename_pattern: Name of a file, with ``{suffix}`` for its number.
-        max_shard_size: Most bytes of a file, unless one tensor alone is larger.
+        most_nbytes: Most bytes of a file, unless one tensor alone is larger.
 
     Returns:
-        huggingface_hub's StateDictSplit, or a :class:`Split`.
+        Names of tensors by name of the file, in the order in which they are saved.
     """
     factory = getattr(huggingface_hub, 'split_state_dict_into_shards_factory', None)  # since huggingface_hub 0.21
     if factory is not None:
-        named_nbytes = 'get_storage_size'
-        if named_nbytes not in inspect.signature(factory).parameters:
-            named_nbytes = 'get_tensor_size'  # until huggingface_hub 0.23
-        return factory(
-            items,
-            **{named_nbytes: get_storage_size},
-            get_storage_id=lambda item: None,
+        get_nbytes = 'get_storage_size'
+        if get_nbytes not in inspect.signature(factory).parameters:
+            get_nbytes = 'get_tensor_size'  # until huggingface_hub 0.23
+        split = factory(
+            nbytes_of,
+            **{get_nbytes: lambda nbytes: nbytes},
+            get_storage_id=lambda nbytes: None,
             filename_pattern=filename_pattern,
-            max_shard_size=max_shard_size,
+            max_shard_size=most_nbytes,
         )
-    files = _fill_files({name: get_storage_size(item) for name, item in items.items()}, max_shard_size)
+        return dict(split.filename_to_tensors)
+    files = _fill_files(nbytes_of, most_nbytes)
     suffixes = [f'-{number:05d}-of-{len(files):05d}' for number in range(1, len(files) + 1)] if len(files) > 1 else ['']
-    total_nbytes = sum(get_storage_size(item) for item in items.values())
-    named = {filename_pattern.format(suffix=suffix): names for suffix, names in zip(suffixes, files, strict=True)}
-    return Split(named, {'total_size': total_nbytes})
+    return {filename_pattern.format(suffix=suffix): names for suffix, names in zip(suffixes, files, strict=True)}
 
 
 def _fill_files(nbytes_of: Mapping[str, int], most_nbytes: int) -> list[list[str]]:

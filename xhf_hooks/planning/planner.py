@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
-from xhf_hooks.compat.huggingface_hub import split_state_dict
+from xhf_hooks.compat.huggingface_hub import split_into_files
 from xhf_hooks.errors import PlanError
 from xhf_hooks.format.index import WEIGHTS_SUFFIX
 from xhf_hooks.format.safetensors import build_header
@@ -146,14 +146,10 @@ def _lay_out(
 ) -> tuple[list[PlannedFile], list[Placement], dict[str, Any] | None]:
     if not file_set.may_split:
         max_shard_nbytes = sum(entry.nbytes for entry in entry_of.values())
-    split = split_state_dict(
-        entry_of,
-        get_storage_size=lambda entry: entry.nbytes,
-        filename_pattern=file_set.stem + '{suffix}' + WEIGHTS_SUFFIX,
-        max_shard_size=max_shard_nbytes,
-    )
+    nbytes_of = {name: entry.nbytes for name, entry in entry_of.items()}
+    tensors_of = split_into_files(nbytes_of, file_set.stem + '{suffix}' + WEIGHTS_SUFFIX, max_shard_nbytes)
     files, placements = [], []
-    for name_in_set, names in split.filename_to_tensors.items():
+    for name_in_set, names in tensors_of.items():
         file = file_set.path(name_in_set)
         header, laid_out = build_header([(n, entry_of[n].dtype, entry_of[n].shape) for n in names])
         for e in laid_out:
@@ -164,9 +160,10 @@ def _lay_out(
             placements.append(Placement(e.name, e.shape, e.dtype, file, e.start, e.end - e.start, source_offset=first))
         files.append(PlannedFile(file, header, laid_out[-1].end))
     index = None
-    if split.is_sharded:
+    if len(tensors_of) > 1:
         total = {} if n_parameters is None else {'total_parameters': n_parameters}
-        index = {'metadata': {**total, **split.metadata}, 'weight_map': split.tensor_to_filename}
+        weight_map = {name: file for file, names in tensors_of.items() for name in names}
+        index = {'metadata': {**total, 'total_size': sum(nbytes_of.values())}, 'weight_map': weight_map}
     return files, placements, index
 
 

@@ -3,6 +3,7 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -10,18 +11,13 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from xhf_hooks.compat import deepspeed, peft, transformers
-from xhf_hooks.compat.huggingface_hub import split_state_dict
+from xhf_hooks.compat.huggingface_hub import split_into_files
 
 NBYTES = {'a': 3, 'b': 3, 'c': 9, 'd': 1, 'e': 6}
 
 
 def split(most_nbytes):
-    return split_state_dict(
-        NBYTES,
-        get_storage_size=lambda nbytes: nbytes,
-        filename_pattern='model{suffix}.safetensors',
-        max_shard_size=most_nbytes,
-    )
+    return split_into_files(NBYTES, 'model{suffix}.safetensors', most_nbytes)
 
 
 def test_a_split_without_the_hubs_function(monkeypatch):
@@ -29,25 +25,23 @@ def test_a_split_without_the_hubs_function(monkeypatch):
     monkeypatch.setattr(huggingface_hub, 'split_state_dict_into_shards_factory', None, raising=False)
     found, alone = split(7), split(100)
     first, second, third = (f'model-0000{number}-of-00003.safetensors' for number in (1, 2, 3))
-    assert found.filename_to_tensors == {first: ['a', 'b'], second: ['c'], third: ['d', 'e']}
-    assert found.tensor_to_filename == {'a': first, 'b': first, 'c': second, 'd': third, 'e': third}
-    assert found.is_sharded and found.metadata == {'total_size': 22}
-    assert alone.filename_to_tensors == {'model.safetensors': [*NBYTES]} and not alone.is_sharded
+    assert found == {first: ['a', 'b'], second: ['c'], third: ['d', 'e']}
+    assert alone == {'model.safetensors': [*NBYTES]}
 
 
 def _since_024(state_dict, *, get_storage_size, get_storage_id, filename_pattern, max_shard_size):
-    return {name: get_storage_size(item) for name, item in state_dict.items()}
+    return SimpleNamespace(filename_to_tensors={name: [get_storage_size(item)] for name, item in state_dict.items()})
 
 
 def _since_021(state_dict, *, get_tensor_size, get_storage_id, filename_pattern, max_shard_size):
-    return {name: get_tensor_size(item) for name, item in state_dict.items()}
+    return SimpleNamespace(filename_to_tensors={name: [get_tensor_size(item)] for name, item in state_dict.items()})
 
 
 @pytest.mark.parametrize('factory', [_since_021, _since_024])
 def test_a_split_under_each_name_of_the_hubs_argument(factory, monkeypatch):
     """huggingface_hub 0.21 to 0.23, and newer ones."""
     monkeypatch.setattr(huggingface_hub, 'split_state_dict_into_shards_factory', factory, raising=False)
-    assert split(7) == NBYTES
+    assert split(7) == {name: [nbytes] for name, nbytes in NBYTES.items()}
 
 
 class Inner(nn.Module):
