@@ -112,33 +112,28 @@ def _build_of_transformers(
     base = (
         given or (base_named_by(of_run, meta_model.stored, saved) if config_dir == saved else None) or str(config_dir)
     )
-    if adapter is None:
-        meta_model.described_by = base
-        of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, config_dir, of_base, base, given)
-        meta_model.has_config_of_base = config is None
-        config = config or of_base
-        is_saved = saved is not None and base == str(saved)
-        model: nn.Module = _built_as_trained(meta_model, base, config, of_base, is_save_of_run=is_saved)
-        _take_generation_config(meta_model, model, found, given)
-        if is_adapter:
-            prefix = meta_model.find_prefix(model, base).removesuffix('base_model.model.')
-            model = adapt_parts(model, of_run, meta_model.stored, prefix)
-    else:
-        lora = transformers_model.adapter_config_in(adapter.parent)
-        if given is None or of_given is not None:
-            base = lora.base_model_name_or_path
+    lora = None if adapter is None else transformers_model.adapter_config_in(adapter.parent)
+    if lora is not None and (given is None or of_given is not None):
+        base = lora.base_model_name_or_path
         if not base:
             raise BaseModelError(f'{adapter} has no base_model_name_or_path; set it to the base model')
-        meta_model.described_by = f'{adapter} and {base}'
-        of_base = meta_model.config_in(base, 'the model')
-        config = _config_of_run(meta_model, config_dir, of_base, base, given)
-        meta_model.has_config_of_base = config is None
-        config = config or of_base
+    meta_model.described_by = base if adapter is None else f'{adapter} and {base}'
+    of_base = meta_model.config_in(base, 'the model')
+    config = _config_of_run(meta_model, config_dir, of_base, base, given)
+    meta_model.has_config_of_base = config is None
+    config = config or of_base
+    if lora is None:
+        is_saved = saved is not None and base == str(saved)
+        model: nn.Module = _built_as_trained(meta_model, base, config, of_base, is_save_of_run=is_saved)
+    else:
         kind = meta_model.architecture or transformers_model.class_for_adapter(lora, config)
         model = meta_model.built(base, config, kind, of_base)
-        _take_generation_config(meta_model, model, found, given)
+    _take_generation_config(meta_model, model, found, given)
+    if lora is not None:
         model = transformers_model.adapt(model, lora)
+    elif is_adapter:
+        prefix = meta_model.find_prefix(model, base).removesuffix('base_model.model.')
+        model = adapt_parts(model, of_run, meta_model.stored, prefix)
     meta_model.module = place(model, meta_model.find_prefix(model, base))
 
 
