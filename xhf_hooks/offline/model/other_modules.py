@@ -5,7 +5,6 @@ That code is not run. A module of this kind gets an empty one with its tensors, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
+from xhf_hooks.offline.model.placing import count_prefixes
 from xhf_hooks.offline.model.stored_names import is_of_adapter
 from xhf_hooks.offline.model.transformers_model import class_named, first_architecture
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -115,12 +115,8 @@ def models_in(module: nn.Module, path: str = '') -> Iterator[tuple[str, nn.Modul
 
 def _copies_of(model: nn.Module, names: Collection[str]) -> list[str]:
     """Prefixes of names that are those of the same model once more, such as a reference model or averaged weights."""
-    own = {name for name, _ in module_tensors(model)}
-    counts = Counter[str]()
-    for name in names:
-        parts = name.split('.')
-        counts.update('.'.join([*parts[:n], '']) for n in range(1, len(parts)) if '.'.join(parts[n:]) in own)
-    return [prefix for prefix, count in counts.items() if 2 * count >= len(own)]
+    own = [name for name, _ in module_tensors(model)]
+    return [prefix for prefix, count in count_prefixes(own, names).items() if prefix and 2 * count >= len(own)]
 
 
 def _add_parameter(module: nn.Module, name: str, tensor: StoredTensor, *, requires_grad: bool) -> None:

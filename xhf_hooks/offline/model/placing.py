@@ -40,8 +40,8 @@ def find_prefix(
         OptionError: It has several of them, and the option does not choose one.
     """
     own = [name for name, tensor in module_tensors(model) if isinstance(tensor, nn.Parameter)]
-    counts = _count_prefixes(own, stored) or _count_prefixes(own, [name_in_base(name) for name in stored])
-    of_files = _count_prefixes(names_in_files, stored)
+    counts = count_prefixes(own, stored) or count_prefixes(own, [name_in_base(name) for name in stored])
+    of_files = count_prefixes(names_in_files, stored)
     # More of the names of an older version are there, unless that is a part, such as a vision tower without its head
     if of_files and (not counts or _n_found(of_files, stored) > _n_found(counts, stored)):
         counts = of_files
@@ -74,7 +74,7 @@ def _n_found(counts: Counter[str], stored: Iterable[str]) -> tuple[int, int]:
     return sum(name.startswith(prefix) for name in stored), count
 
 
-def _count_prefixes(own: Collection[str], stored: Iterable[str]) -> Counter[str]:
+def count_prefixes(own: Collection[str], stored: Iterable[str]) -> Counter[str]:
     """For each prefix in the checkpoint, how many of a model's names follow it there."""
     names, counts = set(own), Counter[str]()
     for there in stored:
