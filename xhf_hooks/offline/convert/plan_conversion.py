@@ -18,7 +18,7 @@ from xhf_hooks.offline.checkpoint import CheckpointSource
 from xhf_hooks.offline.convert.conversion import Conversion, ConvertOptions
 from xhf_hooks.offline.convert.outputs import PlannedOutputs
 from xhf_hooks.offline.model import MetaModel, RunConfig, build_meta_model, find_run_config, match_checkpoint
-from xhf_hooks.offline.model.frozen import dtype_of_frozen, edited_by_adapters, frozen_in
+from xhf_hooks.offline.model.frozen import dtype_of_frozen, edited_by_adapters
 from xhf_hooks.offline.model.match import require_all
 from xhf_hooks.offline.model.other_modules import add_other_modules
 from xhf_hooks.offline.model.stored_names import name_as_in_model
@@ -58,7 +58,7 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
     )
     module = meta_model.module
     stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
-    dtype = _dtype_of_frozen(checkpoint, config, module, stored)
+    dtype = dtype_of_frozen(module, config, stored, checkpoint.trained_dtype)
     notes_on_others = add_other_modules(module, stored, named.trained)
     match = match_checkpoint(meta_model, stored, dtype)
     _forget_quantizers(module, stored)
@@ -116,21 +116,6 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
 
 def _by_name(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     return {name: tensor for tensor in tensors for name in (tensor.name, *tensor.aliases)}
-
-
-def _dtype_of_frozen(
-    checkpoint: CheckpointSource, config: RunConfig | None, module: nn.Module, stored: Mapping[str, StoredTensor]
-) -> str | None:
-    """The dtype that training gave to weights of the base; None if that is not known.
-
-    Args:
-        config: The config of the run.
-        module: The meta model's.
-        stored: The checkpoint's tensors, by each of their names.
-    """
-    if checkpoint.trained_dtype is not None or not adapters_in(module):
-        return checkpoint.trained_dtype
-    return dtype_of_frozen(config, stored, frozen_in(module, stored))
 
 
 def _forget_quantizers(module: nn.Module, stored: Mapping[str, StoredTensor]) -> None:

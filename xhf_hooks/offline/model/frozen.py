@@ -16,6 +16,7 @@ from xhf_hooks.exporters.find_model import adapters_in, adapters_in_use
 from xhf_hooks.format.dtypes import CODES_BY_NAME, is_float
 from xhf_hooks.model import module_tensors
 from xhf_hooks.offline.model.run_config import RunConfig
+from xhf_hooks.offline.model.stored_names import is_of_adapter
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Options in the config of a model that freeze, and the parts that they freeze in LLaVAModel and in InternVL_V1_5.
@@ -33,14 +34,10 @@ def freeze_parts(module: nn.Module, model: Mapping[str, Any]) -> None:
     for option, names in _FROZEN_BY.items():
         for path, parameter in module.named_parameters() if model.get(option) is True else ():
             if not names.isdisjoint(path.split('.')[:2]):
-                parameter.requires_grad_(_is_trained_with_adapter(path))
+                parameter.requires_grad_(is_of_adapter(path))
     for name, part in module.named_children():
         if isinstance(model.get(name), Mapping):
             freeze_parts(part, model[name])
-
-
-def _is_trained_with_adapter(path: str) -> bool:
-    return 'lora_' in path or '.modules_to_save.' in path
 
 
 def frozen_in(module: nn.Module, names: Collection[str]) -> list[str]:
@@ -59,18 +56,22 @@ def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def dtype_of_frozen(
-    config: RunConfig | None, stored: Mapping[str, StoredTensor], frozen_names: Collection[str]
+    module: nn.Module, config: RunConfig | None, stored: Mapping[str, StoredTensor], cast_to: str | None
 ) -> str | None:
-    """The dtype of frozen weights where DeepSpeed did not cast them; None if nothing shows it.
+    """The dtype that training gave to weights of the base; None if nothing shows it.
 
-    It is that of frozen weights in the checkpoint; else that in the run's config, with which the model was loaded; else
-    that of a 16-bit adapter. peft makes adapters of 16-bit models in fp32 by default, so fp32 says nothing.
+    Of an adapter's run in which DeepSpeed did not cast them, it is that of frozen weights in the checkpoint; else that
+    in the run's config, with which the model was loaded; else that of a 16-bit adapter. peft makes adapters of 16-bit
+    models in fp32 by default, so fp32 says nothing.
 
     Args:
+        module: The meta model's.
         stored: The tensors of the checkpoint, by each of their names.
-        frozen_names: Names of the frozen tensors.
+        cast_to: The dtype that DeepSpeed cast the model to; None if it did not.
     """
-    frozen = Counter(stored[name].dtype for name in frozen_names if is_float(stored[name].dtype))
+    if cast_to is not None or not adapters_in(module):
+        return cast_to
+    frozen = Counter(stored[name].dtype for name in frozen_in(module, stored) if is_float(stored[name].dtype))
     if frozen:
         return frozen.most_common(1)[0][0]
     model = {} if config is None or config.model is None else config.model

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.converted import (
@@ -110,7 +111,8 @@ def test_a_merge_without_deepspeed_has_the_dtype_of_training(tmp_path, capsys):
 def test_the_dtype_of_frozen_weights_that_are_nowhere(llm, adapter, expected):
     stored = {'llm.lora_A.default.weight': StoredTensor('x', (1,), adapter, (torch.ones(1),))}
     config = RunConfig('run.py', {'model': {'type': 'xtuner.model.SupervisedFinetune', 'llm': llm}})
-    assert dtype_of_frozen(config, stored, []) == expected
+    adapted = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=['0']))
+    assert dtype_of_frozen(adapted, config, stored, None) == expected
 
 
 def _lisa(base: Path) -> Any:
