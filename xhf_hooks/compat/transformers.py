@@ -52,10 +52,9 @@ def conversions_of_text_model(model: PreTrainedModel) -> list[Any] | None:
     ):
         return None
     from transformers import core_model_loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     change_of_prefix = getattr(core_model_loading, 'PrefixChange', ())  # 5.0 has none
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    conversions = _known_conversions(model)
     return conversions if any(isinstance(one, change_of_prefix) for one in conversions) else None
 
 
@@ -174,9 +173,7 @@ def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
         return {}
     from transformers import core_model_loading
 
-    change = getattr(core_model_loading, 'PrefixChange', None)  # the first of transformers 5 have none
-    if change is None:
-        return {}
+    change = getattr(core_model_loading, 'PrefixChange', ())  # the first of transformers 5 have none
 
     def prefixes_in(conversions: Sequence[Any]) -> dict[str, str]:
         removals = [one for one in conversions if isinstance(one, change) and one.prefix_to_remove]
@@ -203,7 +200,7 @@ def _is_own_tower(model: PreTrainedModel, path: str) -> bool:
     return type(model.config).__module__ == type(tower.config).__module__
 
 
-def _known_conversions(model: PreTrainedModel) -> Sequence[Any]:
+def _known_conversions(model: PreTrainedModel) -> list[Any]:
     """What transformers 5 converts when it loads a model of this class, but for names that transformers 4 reads."""
     from transformers import conversion_mapping
 
