@@ -19,10 +19,10 @@ from xhf_hooks.model import names_by_identity
 from xhf_hooks.offline.model.transformers_model import (
     adapter_config_in,
     build,
+    build_fitting,
     class_for_adapter,
     class_named,
     first_architecture,
-    fit_config,
     load_config,
 )
 from xhf_hooks.offline.verify.layout import model_files
@@ -180,8 +180,7 @@ def _load_adapter(
         config = load_config(named, trust_remote_code=trust_remote_code, why='the base model')
         name = class_for_adapter(lora, config)
         shapes = {entry.hf_name: entry.shape for entry in entries}
-        fit_config(config, build(config, name, trust_remote_code=trust_remote_code), shapes)
-        model = build(config, name, trust_remote_code=trust_remote_code)
+        model = build_fitting(config, name, shapes, trust_remote_code=trust_remote_code)
     except XhfError as error:
         if base is not None:
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from xhf_hooks.errors import CheckpointError, DamagedError, XhfError
-from xhf_hooks.files.manifest import read_undamaged_manifest
+from xhf_hooks.files.manifest import Manifest, read_undamaged_manifest
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.index import WEIGHTS_SUFFIX, weight_files
@@ -125,12 +125,15 @@ def _open_folder(path: Path) -> Model:
 def _open_checkpoint(path: Path, folder: Path, model: Model, options: ConvertOptions, scratch: Path) -> Model:
     """The checkpoint as xhf-convert would write it into the folder, with the options that the folder shows."""
     floats = {tensor.dtype for tensor in model.tensors.values() if tensor.dtype in ('F32', *HALF_DTYPES)}
-    ema = not _is_live(folder)
+    manifest = read_undamaged_manifest(folder) if folder.is_dir() else None
+    ema = manifest is None or manifest.manifest_fields.get('weights') != 'live'
     checkpoint = CheckpointSource.open(path, ema=ema)
-    carry_base = 'all' if _has_copies_of_base(folder) else None
+    records = [] if manifest is None else manifest.files.values()
+    has_copies = any(tensor.copied_from_base for record in records for tensor in record.tensors.values())
+    carry_base = 'all' if has_copies else None
     options = replace(options, ema=ema, dtype='F32' if floats == {'F32'} else None, carry_base=carry_base)
     conversion = plan_conversion(checkpoint, options)
-    if shown := conversion.options_shown_by(_shown_options(folder)):
+    if shown := conversion.options_shown_by(_shown_options(folder, manifest)):
         lora, layout = shown.get('lora', options.lora), shown.get('llava_format', options.llava_format)
         conversion = plan_conversion(checkpoint, replace(options, lora=lora, llava_format=layout))
     notes = [*conversion.warnings]
@@ -179,27 +182,14 @@ def _name_of(placement: Placement) -> str:
     return f'{inside}/{placement.hf_name}' if inside else placement.hf_name
 
 
-def _has_copies_of_base(folder: Path) -> bool:
-    """Whether its manifest says that tensors were copied from the base model."""
-    manifest = read_undamaged_manifest(folder) if folder.is_dir() else None
-    records = () if manifest is None else manifest.files.values()
-    return any(tensor.copied_from_base for record in records for tensor in record.tensors.values())
-
-
-def _shown_options(folder: Path) -> dict[str, str]:
+def _shown_options(folder: Path, manifest: Manifest | None) -> dict[str, str]:
     """The options of xhf-convert that the layout of a folder shows; none of a single file."""
     if not folder.is_dir():
         return {}
-    shown = {'lora': shown_lora(model_files(folder, read_undamaged_manifest(folder)))}
+    shown = {'lora': shown_lora(model_files(folder, manifest))}
     with suppress(DamagedError):  # no config.json
         architecture = first_architecture(strict_json.read(folder / CONFIG).get('architectures'))
         if architecture == 'LlavaForConditionalGeneration':
             shown['llava_format'] = 'huggingface'
             del shown['lora']  # adapters are always merged in it
     return shown
-
-
-def _is_live(folder: Path) -> bool:
-    """Whether its manifest says that it holds live rather than averaged weights."""
-    manifest = read_undamaged_manifest(folder) if folder.is_dir() else None
-    return manifest is not None and manifest.manifest_fields.get('weights') == 'live'
