@@ -153,12 +153,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     exists = not args.overwrite and _exists(args.out)
     if exists and not args.dry_run:
         raise TargetError(f'{args.out} exists; name another folder, or add --overwrite')
-    from xhf_hooks.offline.checkpoint import CheckpointSource
-    from xhf_hooks.offline.convert import (  # imports torch and transformers
-        ConvertOptions,
-        describe_checkpoint,
-        plan_conversion,
-    )
+    from xhf_hooks.offline.checkpoint.source import CheckpointSource
+    from xhf_hooks.offline.convert.conversion import ConvertOptions, describe_checkpoint
+    from xhf_hooks.offline.convert.plan_conversion import plan_conversion  # imports torch and transformers
 
     given = {option.name: getattr(args, option.name) for option in fields(ConvertOptions)}
     options = ConvertOptions(**{**given, 'dtype': _DTYPES[args.dtype]})

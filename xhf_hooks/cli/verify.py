@@ -121,7 +121,7 @@ def _check(args: argparse.Namespace, path: Path) -> tuple[bool, FolderCheck]:
 
 
 def _compare(args: argparse.Namespace) -> tuple[bool, Comparison]:
-    from xhf_hooks.offline.convert import ConvertOptions
+    from xhf_hooks.offline.convert.conversion import ConvertOptions
     from xhf_hooks.offline.verify import compare
     from xhf_hooks.offline.verify.models import open_models
 

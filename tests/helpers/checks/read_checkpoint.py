@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from xhf_hooks.offline.checkpoint import CheckpointSource
+    from xhf_hooks.offline.checkpoint.source import CheckpointSource
     from xhf_hooks.sources.stored_tensors import StoredTensor
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    from xhf_hooks.offline.checkpoint import CheckpointSource
+    from xhf_hooks.offline.checkpoint.source import CheckpointSource
 
     return CheckpointSource.open(path)
 

@@ -7,9 +7,3 @@
 
 Executes nothing from a checkpoint (:mod:`.unpickler`) and does not import DeepSpeed.
 """
-
-from __future__ import annotations
-
-from xhf_hooks.offline.checkpoint.source import CheckpointSource
-
-__all__ = ['CheckpointSource']

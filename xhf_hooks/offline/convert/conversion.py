@@ -29,10 +29,11 @@ from xhf_hooks.files.tally import warn_of_non_finite
 from xhf_hooks.format.loaded_files import PROCESSOR_FILES, TOKENIZER_CONFIG
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.model import token_embeddings
-from xhf_hooks.offline.checkpoint import CheckpointSource
+from xhf_hooks.offline.checkpoint.source import CheckpointSource
 from xhf_hooks.offline.convert.outputs import PlannedOutputs
 from xhf_hooks.offline.convert.weights import write_weights
-from xhf_hooks.offline.model import MetaModel, RunConfig
+from xhf_hooks.offline.model.meta_model import MetaModel
+from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.offline.model.trainer_files import (
     config_folder,
     folder_of_trainer_files,

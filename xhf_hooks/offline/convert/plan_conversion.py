@@ -14,13 +14,15 @@ from xhf_hooks.exporters.base import ExportRequest, names_left_out
 from xhf_hooks.exporters.find_model import adapters_in
 from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.offline.checkpoint import CheckpointSource
+from xhf_hooks.offline.checkpoint.source import CheckpointSource
 from xhf_hooks.offline.convert.conversion import Conversion, ConvertOptions
 from xhf_hooks.offline.convert.outputs import PlannedOutputs
-from xhf_hooks.offline.model import MetaModel, RunConfig, build_meta_model, find_run_config, match_checkpoint
+from xhf_hooks.offline.model.build import build_meta_model
 from xhf_hooks.offline.model.frozen import dtype_of_frozen, edited_by_adapters
-from xhf_hooks.offline.model.match import require_all
+from xhf_hooks.offline.model.match import match_checkpoint, require_all
+from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.other_modules import add_other_modules
+from xhf_hooks.offline.model.run_config import RunConfig, find_run_config
 from xhf_hooks.offline.model.stored_names import name_as_in_model
 from xhf_hooks.offline.model.trainer_files import adapter_of_trainer, frozen_only
 from xhf_hooks.planning.masters import specs_with_masters

@@ -17,7 +17,7 @@ from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.model import module_tensors, without_wrappers
-from xhf_hooks.offline.checkpoint import CheckpointSource
+from xhf_hooks.offline.checkpoint.source import CheckpointSource
 from xhf_hooks.offline.model.base_weights import LastMade, MadeTensor
 from xhf_hooks.offline.model.run_config import RunConfig, Unread, parse_config
 from xhf_hooks.offline.model.stored_names import name_in_base

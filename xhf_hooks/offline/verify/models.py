@@ -19,8 +19,9 @@ from xhf_hooks.format.index import WEIGHTS_SUFFIX, weight_files
 from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.safetensors import HALF_DTYPES
 from xhf_hooks.format.text import counted, some
-from xhf_hooks.offline.checkpoint import CheckpointSource
-from xhf_hooks.offline.convert import ConvertOptions, plan_conversion
+from xhf_hooks.offline.checkpoint.source import CheckpointSource
+from xhf_hooks.offline.convert.conversion import ConvertOptions
+from xhf_hooks.offline.convert.plan_conversion import plan_conversion
 from xhf_hooks.offline.model.transformers_model import first_architecture
 from xhf_hooks.offline.verify.layout import loaded_texts, model_files, shown_lora
 from xhf_hooks.offline.verify.load import tied_names_in

@@ -19,7 +19,7 @@ from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks import save_hf
 from xhf_hooks.cli.convert import main
 from xhf_hooks.compat.transformers import converts_weights
-from xhf_hooks.offline.convert import Conversion
+from xhf_hooks.offline.convert.conversion import Conversion
 
 OWN = 'OF TRAINING'
 
