@@ -84,9 +84,9 @@ def match_checkpoint(
     match, stored = Match(notes=[*meta_model.notes]), dict(stored)
     unexpected = dict.fromkeys(stored)
     for one in meta_model.bases:
-        renamed = rename_older(meta_model.module, one.model, one.names, stored)
-        stored |= renamed.tensors
-        for name in renamed.used:
+        renamed, used = rename_older(meta_model.module, one.model, one.names, stored)
+        stored |= renamed
+        for name in used:
             del unexpected[name]
     unexpected = {name: None for name in unexpected if not name.endswith(BUFFER_OF_OLD)}
     for one in meta_model.bases:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
 _ADAPTED = re.compile(r'(.+)\.lora_(embedding_)?[AB]\..*')
 
 
-@dataclass
-class RenamedTensors:
-    """Tensors that transformers makes from checkpoint tensors whose names or shapes the model does not have.
-
-    Attributes:
-        tensors: By name in the trained model.
-        used: Names in the checkpoint of the tensors that they are made of, or that transformers itself ignores.
-    """
-
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-
-
 def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> Loaded | None:
     """Load tensors into the class of a model; None where that cannot be tried, as with custom code.
 
@@ -54,7 +40,7 @@ def load_checkpoint(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) 
 
 def rename_older(
     module: nn.Module, model: PreTrainedModel, names: Mapping[int, list[str]], stored: Mapping[str, StoredTensor]
-) -> RenamedTensors:
+) -> tuple[dict[str, StoredTensor], set[str]]:
     """Find the tensors of a model in a checkpoint that has them in another form.
 
     Those with right names and shapes are left alone.
@@ -63,6 +49,10 @@ def rename_older(
         module: The trained model. The other one is a part of it, and may be adapted by peft.
         names: Names in the model before it was adapted, by ``id`` of the tensor.
         stored: The checkpoint's tensors, by each of their names.
+
+    Returns:
+        What transformers makes of tensors whose names or shapes the model does not have, by name in the trained model;
+        and the names in the checkpoint of those tensors, or of others that transformers itself ignores.
     """
     own = {id(tensor): name for name, tensor in reversed(module_tensors(module))}
     place, part = place_of(model, module)
@@ -72,13 +62,15 @@ def rename_older(
     unknown = inside.keys() - shapes.keys()
     of_other_shape = {name for name, tensor in inside.items() if shapes.get(name, tensor.shape) != tensor.shape}
     if not unknown and not of_other_shape:
-        return RenamedTensors()
+        return {}, set()
     given = {plain[name]: tensor for name, tensor in inside.items() if not is_of_adapter(name)}
     adapted = _adapted_weights({plain[name]: inside[name] for name in unknown})
     loaded = load_checkpoint(model, {**adapted, **given})
     if loaded is None:
-        return RenamedTensors()
-    made, found = tensors_made(loaded, {**adapted, **given}), RenamedTensors()
+        return {}, set()
+    made = tensors_made(loaded, {**adapted, **given})
+    renamed: dict[str, StoredTensor] = {}
+    used: set[str] = set()
     full = {name: own[key] for key, each in names.items() if key in own for name in each}
     moved: dict[str, str] = {}  # path of a module: by what the checkpoint calls it
     for name, sources in ((name, tensor.sources) for name, tensor in loaded.made.items()):
@@ -86,7 +78,7 @@ def rename_older(
             moved[sources[0].removesuffix('.weight')] = place + name[len(part) :].removesuffix('.weight')
         is_other = name in full and (full[name] not in stored or full[name] in of_other_shape)
         if is_other and not adapted.keys() & set(sources) - given.keys():
-            found.tensors[full[name]] = made[name]
+            renamed[full[name]] = made[name]
     read = {source for tensor in loaded.made.values() for source in tensor.sources}
     unexpected = set(loaded.problems['unexpected'])
     ignores_others = unexpected <= given.keys()  # else transformers gives other names than the checkpoint has
@@ -94,13 +86,13 @@ def rename_older(
         match = _ADAPTED.fullmatch(plain[name])
         if match is None and not is_of_adapter(name):
             if plain[name] in read or (ignores_others and plain[name] not in unexpected):
-                found.used.add(name)
+                used.add(name)
         elif match is not None and match[1] in moved:
             new_name = moved[match[1]] + plain[name][len(match[1]) :]
             if new_name in own.values():  # else the model has no adapter there
-                found.tensors[new_name] = inside[name]
-                found.used.add(name)
-    return found
+                renamed[new_name] = inside[name]
+                used.add(name)
+    return renamed, used
 
 
 def place_of(model: nn.Module, module: nn.Module) -> tuple[str, str]:
