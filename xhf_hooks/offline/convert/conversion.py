@@ -30,8 +30,7 @@ from xhf_hooks.format.loaded_files import PROCESSOR_FILES, TOKENIZER_CONFIG
 from xhf_hooks.format.text import counted, engine_text, size_text, some
 from xhf_hooks.model import token_embeddings
 from xhf_hooks.offline.checkpoint.source import CheckpointSource
-from xhf_hooks.offline.convert.outputs import PlannedOutputs
-from xhf_hooks.offline.convert.weights import write_weights
+from xhf_hooks.offline.convert.weights import PlannedOutputs, write_weights
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.offline.model.trainer_files import (

@@ -16,7 +16,7 @@ from xhf_hooks.format.dtypes import is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.offline.checkpoint.source import CheckpointSource
 from xhf_hooks.offline.convert.conversion import Conversion, ConvertOptions
-from xhf_hooks.offline.convert.outputs import PlannedOutputs
+from xhf_hooks.offline.convert.weights import PlannedOutputs
 from xhf_hooks.offline.model.build import build_meta_model
 from xhf_hooks.offline.model.frozen import dtype_of_frozen, edited_by_adapters
 from xhf_hooks.offline.model.match import match_checkpoint, require_all

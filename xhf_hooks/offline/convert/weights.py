@@ -1,4 +1,4 @@
-"""Writes the weights of a plan in several threads: read, cast, write."""
+"""The tensors of a planned conversion, for the conversion and for ``xhf-verify``; and several threads write them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from xhf_hooks.files.tally import Tally
 from xhf_hooks.files.writer import cuts
 from xhf_hooks.format.checksum import count_non_finite, crc32
 from xhf_hooks.format.dtypes import TORCH_DTYPES, host_bytes
-from xhf_hooks.offline.convert.outputs import PlannedOutputs
+from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import CopiedTensor, Group, Placement
 from xhf_hooks.sources.copied import chunks_of
 from xhf_hooks.sources.host_memory import MemoryMeter
+from xhf_hooks.sources.read import made_from
+from xhf_hooks.sources.stored_tensors import StoredTensor
 from xhf_hooks.system.library_settings import one_torch_thread
 from xhf_hooks.system.threads import WorkerThreads
 
@@ -26,6 +28,34 @@ from xhf_hooks.system.threads import WorkerThreads
 PART_NBYTES = 4 * 2**20
 #: What a job has written, as :meth:`Tally.add` takes it: placement, start, bytes, checksum, values that are not finite.
 _Written = tuple[Placement, int, int, int, int]
+
+
+class PlannedOutputs:
+    """A plan, and the stored tensors that it reads. Used by: several threads.
+
+    Args:
+        tensors: By the names in the plan.
+    """
+
+    def __init__(self, plan: SavePlan, tensors: Mapping[str, StoredTensor]) -> None:
+        self.plan = plan
+        self._tensors = tensors
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read from the checkpoint."""
+        return sum(self._tensors[spec.name].read_nbytes(spec.from_master) for spec in self.plan.reads)
+
+    def read_into(self, group: Group, placement: Placement, start: int, out: torch.Tensor) -> None:
+        """Cast elements of an output of a group of ``plan.in_place`` into ``out``, from ``start`` on."""
+        (spec,) = group.reads
+        self._tensors[spec.name].read_into(placement.source_range.start + start, out, from_master=spec.from_master)
+
+    def make(self, group: Group) -> Iterator[tuple[Placement, torch.Tensor]]:
+        """The outputs of a group of ``plan.gathered``, whole."""
+        with torch.no_grad():
+            tensors = {spec.name: self._tensors[spec.name].whole(spec.from_master) for spec in group.reads}
+            yield from made_from(group, tensors, 0)
 
 
 def write_weights(
