@@ -54,8 +54,8 @@ class Registry:
 
 SOURCES, EXPORTERS = Registry(), Registry()
 #: Functions that build the trained model of a finished run: ``build(meta_model, config, base, folder)`` with the
-#: RunConfig or None, the base that the user has given, and the folder of the checkpoint's config.json. They return
-#: whether the checkpoint is of a model of theirs.
+#: RunConfig, the base that the user has given, and the folder of the checkpoint's config.json. They return whether the
+#: checkpoint is of a model of theirs.
 MODEL_BUILDERS = Registry()
 #: Functions that give a tokenizer the chat template of training: ``convert(tokenizer, config, may_import=...)``. They
 #: return what ``tokenizer_for_run`` in exporters/assets/find_tokenizer.py does; None if the config names no template.

@@ -28,7 +28,7 @@ _MODELS = ('llm', 'ref_llm', 'visual_encoder')
 _ADAPTERS = {'lora': 'llm', 'llm_lora': 'llm', 'visual_encoder_lora': 'visual_encoder'}
 
 
-def build_xtuners(meta_model: MetaModel, config: RunConfig | None, base: str | None, folder: Path | None) -> bool:
+def build_xtuners(meta_model: MetaModel, config: RunConfig, base: str | None, folder: Path | None) -> bool:
     """Build the model that the run's config describes; False if that is none of XTuner's.
 
     Args:
@@ -40,7 +40,7 @@ def build_xtuners(meta_model: MetaModel, config: RunConfig | None, base: str | N
         ConfigError, BaseModelError: The config lacks what is needed, or a base is not found.
         OptionError: An architecture was given.
     """
-    if config is None or config.model is None or not _is_xtuners(config.model):
+    if not _is_xtuners(config.model):
         return False
     model, where = config.model, config.where
     if meta_model.architecture is not None:

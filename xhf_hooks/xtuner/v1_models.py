@@ -19,7 +19,7 @@ from xhf_hooks.offline.model.run_config import RunConfig
 _FUSED_EXPERTS = re.compile(r'(.+\.)?layers\.\d+\.experts\.fused_w\w+\.weight')
 
 
-def build_xtuner_v1(meta_model: MetaModel, config: RunConfig | None, base: str | None, folder: Path | None) -> bool:
+def build_xtuner_v1(meta_model: MetaModel, config: RunConfig, base: str | None, folder: Path | None) -> bool:
     """Build the model that V1 makes of a base's config; False if the checkpoint has no experts that V1 has fused.
 
     Args:

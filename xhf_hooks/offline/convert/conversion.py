@@ -82,8 +82,7 @@ class Conversion:
     Attributes:
         checkpoint: What is converted.
         options: The options of the command.
-        run_config: The config of the run; None without one.
-        run_fields: Its fields; none without a config.
+        run_config: The config of the run.
         meta_model: The trained model.
         exporter: Exports it.
         export: What the exporter made of it.
@@ -95,8 +94,7 @@ class Conversion:
 
     checkpoint: CheckpointSource
     options: ConvertOptions
-    run_config: RunConfig | None
-    run_fields: Mapping[str, Any]
+    run_config: RunConfig
     meta_model: MetaModel
     exporter: Exporter[Any]
     export: Export
@@ -195,8 +193,8 @@ class Conversion:
         tokenizer, notes = find_tokenizer_of_checkpoint(
             self.exporter,
             beside=folder_of_trainer_files(found, TOKENIZER_CONFIG, *PROCESSOR_FILES),
-            recipe=self.run_fields.get('tokenizer'),
-            config=self.run_config.where if self.run_config else '',
+            recipe=self.run_config.fields.get('tokenizer'),
+            config=self.run_config.where,
             base=self.options.base,
             newest_save=save if save is not None and is_save_of_hook(save) else None,
             n_rows=max((weight.shape[0] for weight in embeddings), default=None),
@@ -205,7 +203,7 @@ class Conversion:
         if tokenizer is None:
             return None, (), notes
         try:
-            tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, self.run_fields, may_import=False)
+            tokenizer, eos_token_ids, messages = tokenizer_for_run(tokenizer, self.run_config.fields, may_import=False)
         except OptionError as error:
             return tokenizer, (), [*notes, f'the chat template of training was not written: {error}']
         return tokenizer, eos_token_ids, [*notes, *messages]

@@ -46,7 +46,6 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
     named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
     stored, trainer_files = _by_name(named.tensors), adapter_of_trainer(found)
     config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
-    fields = {} if config is None else config.fields
     meta_model = build_meta_model(
         config,
         found,
@@ -68,7 +67,7 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
         module, options.module, options.carry_base, lora=options.lora, llava_format=options.llava_format
     )
     weights, weights_notes = _which_weights(checkpoint, config, options.ema)
-    export = exporter.export(ExportRequest(match.specs, options.dtype, options.carry_base, fields, module))
+    export = exporter.export(ExportRequest(match.specs, options.dtype, options.carry_base, config.fields, module))
     plan = make_plan(
         export.entries,
         specs_with_masters(match.specs, export.entries, options.dtype),
@@ -105,7 +104,6 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
         checkpoint=checkpoint,
         options=options,
         run_config=config,
-        run_fields=fields,
         meta_model=meta_model,
         exporter=exporter,
         export=export,
@@ -130,7 +128,7 @@ def _forget_quantizers(module: nn.Module, stored: Mapping[str, StoredTensor]) ->
                 del part.config.quantization_config
 
 
-def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: bool) -> tuple[str, list[str]]:
+def _which_weights(checkpoint: CheckpointSource, config: RunConfig, ema: bool) -> tuple[str, list[str]]:
     """'averaged' or 'live', and notes for the user.
 
     Args:
@@ -141,7 +139,7 @@ def _which_weights(checkpoint: CheckpointSource, config: RunConfig | None, ema: 
         OptionError: Live weights are requested, but the checkpoint has none.
     """
     weights = checkpoint.manifest_fields['weights']
-    if checkpoint.averages or config is None or not config.averages:
+    if checkpoint.averages or not config.averages:
         return weights, []
     if checkpoint.found.layout == 'file' and not config.uses_deepspeed:  # published without resume state
         if not ema:

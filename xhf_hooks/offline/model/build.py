@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def build_meta_model(
-    config: RunConfig | None,
+    config: RunConfig,
     found: FoundCheckpoint,
     stored: Mapping[str, StoredTensor],
     *,
@@ -61,6 +61,7 @@ def build_meta_model(
     """Build the model of a checkpoint.
 
     Args:
+        config: The config of the run.
         found: The checkpoint. ``config.json`` is looked for beside it and in the hook's folders.
         stored: The checkpoint's tensors, by each of their names.
         module: The option ``module``; it chooses the model where the checkpoint has several.
@@ -80,7 +81,7 @@ def build_meta_model(
     with quiet():
         is_built = any(build(meta_model, config, base, folder) for build in MODEL_BUILDERS.last_first())
         if not is_built and base is None and folder is None and base_named_by(config, stored, None) is None:
-            problem = 'no config was found' if config is None else f'{config.where} has no supported model'
+            problem = f'{config.where} has no supported model' if config.where else 'no config was found'
             problem += f' ({"; ".join(notes)})' if notes else ''
             raise ConfigError(
                 f"{found.path}: {problem}, and there is no config.json beside it. Name the run's config with "
@@ -88,15 +89,12 @@ def build_meta_model(
             )
         if not is_built:
             _build_of_transformers(meta_model, found, base, config)
-            if config is not None and config.model is not None:
-                freeze_parts(meta_model.module, config.model)
+            freeze_parts(meta_model.module, config.model)
     meta_model.over_base = StartingWeights.find(meta_model.module, checkpoints_loaded_over(config))
     return meta_model
 
 
-def _build_of_transformers(
-    meta_model: MetaModel, found: FoundCheckpoint, given: str | None, of_run: RunConfig | None
-) -> None:
+def _build_of_transformers(meta_model: MetaModel, found: FoundCheckpoint, given: str | None, of_run: RunConfig) -> None:
     """The config of the model, or of its adapter, is beside the checkpoint, or in the given folder.
 
     An adapter's config beside the checkpoint of a model without one is of another run. Without one, the run's own

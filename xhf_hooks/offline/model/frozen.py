@@ -56,7 +56,7 @@ def edited_by_adapters(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def dtype_of_frozen(
-    module: nn.Module, config: RunConfig | None, stored: Mapping[str, StoredTensor], cast_to: str | None
+    module: nn.Module, config: RunConfig, stored: Mapping[str, StoredTensor], cast_to: str | None
 ) -> str | None:
     """The dtype that training gave to weights of the base; None if nothing shows it.
 
@@ -74,8 +74,7 @@ def dtype_of_frozen(
     frozen = Counter(stored[name].dtype for name in frozen_in(module, stored) if is_float(stored[name].dtype))
     if frozen:
         return frozen.most_common(1)[0][0]
-    model = {} if config is None or config.model is None else config.model
-    llm = None if 'visual_encoder' in model else model.get('llm')  # which may have another dtype
+    llm = None if 'visual_encoder' in config.model else config.model.get('llm')  # which may have another dtype
     named = (llm.get('torch_dtype') or llm.get('dtype')) if isinstance(llm, Mapping) else None
     if isinstance(named, str) and named.removeprefix('torch.') in CODES_BY_NAME:
         return CODES_BY_NAME[named.removeprefix('torch.')]

@@ -25,7 +25,7 @@ _IN_PART = re.compile(r'(?P<part>.*?)\.?base_model\.model\.(?P<path>.+)\.lora_(?
 
 
 def adapt_parts(
-    model: PreTrainedModel, config: RunConfig | None, stored: Mapping[str, StoredTensor], prefix: str
+    model: PreTrainedModel, config: RunConfig, stored: Mapping[str, StoredTensor], prefix: str
 ) -> nn.Module:
     """The model with the adapters that the checkpoint's names show, if the run's config says how they were made.
 
@@ -35,8 +35,6 @@ def adapt_parts(
     Raises:
         ConfigError: The config has several that may be meant.
     """
-    if config is None or config.model is None:
-        return model
     ranks: dict[str, dict[str, int]] = {}  # by the path of the part, and that of the adapted module in it
     for name, tensor in stored.items():
         match = _IN_PART.fullmatch(name[len(prefix) :]) if name.startswith(prefix) else None

@@ -34,16 +34,16 @@ _COMPARED = ('model', 'tokenizer')
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The fields of a config, and its file for messages."""
+    """The fields of a config, and its file for messages; both are empty if a run has no config."""
 
     where: str
     fields: Mapping[str, Any]
 
     @property
-    def model(self) -> Mapping[str, Any] | None:
-        """The field ``model``, if it has a ``type``."""
+    def model(self) -> Mapping[str, Any]:
+        """The field ``model`` if it has a ``type``, else an empty one."""
         model = self.fields.get('model')
-        return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else None
+        return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else {}
 
     def fields_named(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
         """The path, as ``'model.llm.type'``, and the value of each field of the model with a name, at any depth."""
@@ -85,10 +85,8 @@ def _fields_named(config: Any, names: Collection[str], path: str) -> Iterator[tu
         yield from _fields_named(value, names, f'{path}.{name}')
 
 
-def find_run_config(
-    given: Path | None, in_checkpoint: str | None, checkpoint: Path
-) -> tuple[RunConfig | None, list[str]]:
-    """The config of the run that wrote ``checkpoint``, None if there is none; and notes for the user.
+def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: Path) -> tuple[RunConfig, list[str]]:
+    """The config of the run that wrote ``checkpoint``, an empty one if there is none; and notes for the user.
 
     Args:
         given: The file that the user names; None: the one in the checkpoint, or beside it.
@@ -114,7 +112,7 @@ def find_run_config(
     if not candidates:
         candidates, notes = _configs_beside(checkpoint, notes)
     if not candidates:
-        return None, notes
+        return RunConfig('', {}), notes
     chosen, *further = candidates
     for other in further:
         fields, other_fields = ({name: one.fields.get(name) for name in _COMPARED} for one in (chosen, other))
@@ -149,7 +147,7 @@ def _given(file: Path) -> RunConfig:
     config = _read(file)
     if isinstance(config.fields.get('model'), Unread):
         required(config.fields['model'], 'model', str(file))
-    if config.model is None:
+    if not config.model:
         raise ConfigError(f'{file}: has no model with a type; give --config the config of the run, or leave it out')
     return config
 
@@ -173,7 +171,7 @@ def _configs_beside(checkpoint: Path, notes: list[str]) -> tuple[list[RunConfig]
         except ConfigError as error:
             notes += [] if has_code else [f'not read: {error}']
             continue
-        if config.model is not None:
+        if config.model:
             found.append(config)
     return found, [] if found else notes
 

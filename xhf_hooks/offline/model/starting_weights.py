@@ -30,7 +30,7 @@ _OF_BASE = ('model_path', 'pretrained_model_name_or_path')
 _LOAD_AFTER_ADAPTERS = ('LLaVAModel', 'InternVL_V1_5')
 
 
-def base_named_by(config: RunConfig | None, stored: Collection[str], save_of_run: Path | None) -> str | None:
+def base_named_by(config: RunConfig, stored: Collection[str], save_of_run: Path | None) -> str | None:
     """The base model that the run's config names, if it is on this machine.
 
     Args:
@@ -42,7 +42,7 @@ def base_named_by(config: RunConfig | None, stored: Collection[str], save_of_run
         BaseModelError: The config names several that may be meant.
     """
     named = []
-    for path, value in () if config is None else config.fields_named(_OF_BASE):
+    for path, value in config.fields_named(_OF_BASE):
         part = '.'.join([*path.split('.')[1:-1], ''])
         if isinstance(value, str) and any(name.startswith(part) for name in stored):
             named.append(value)
@@ -52,7 +52,7 @@ def base_named_by(config: RunConfig | None, stored: Collection[str], save_of_run
         file = find_base_file(name, CONFIG)
         if file is not None and kind in (None, _kind(file)):
             found.setdefault(file.parent.resolve(), name)
-    if len(found) > 1 and config is not None:
+    if len(found) > 1:
         raise BaseModelError(f'{config.where} names {some([*found.values()])}: give one of them with --base')
     return next(iter(found.values()), None)
 
@@ -81,13 +81,11 @@ class LoadedOver:
     rounds_to_fp16: bool = False
 
 
-def checkpoints_loaded_over(config: RunConfig | None) -> list[LoadedOver]:
+def checkpoints_loaded_over(config: RunConfig) -> list[LoadedOver]:
     """The checkpoints that a run loaded over its base, in order: ``pretrained_pth``, then MMEngine's ``load_from``.
 
     With ``resume``, ``load_from`` is an earlier checkpoint of the run, whose own config names what that had loaded.
     """
-    if config is None:
-        return []
     found = []
     for path, value in config.fields_named(('pretrained_pth',)):
         if isinstance(value, (str, Unread)):
