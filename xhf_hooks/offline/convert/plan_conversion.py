@@ -46,17 +46,15 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
     named = name_as_in_model(checkpoint.tensors.values(), checkpoint.trained, Path(options.base or '').name)
     stored, trainer_files = _by_name(named.tensors), adapter_of_trainer(found)
     config, config_notes = find_run_config(options.config, checkpoint.config_text, found.path)
-    meta_model = build_meta_model(
-        config,
-        found,
-        {**trainer_files, **stored},
-        base=options.base,
-        module=options.module,
+    meta_model = MetaModel(
+        stored={**trainer_files, **stored},
+        trust_remote_code=options.trust_remote_code,
+        path=options.module,
         architecture=options.architecture,
         trained=named.trained,
         notes=config_notes,
-        trust_remote_code=options.trust_remote_code,
     )
+    build_meta_model(meta_model, config, found, options.base)
     module = meta_model.module
     stored |= _by_name(frozen_only(module, trainer_files, stored.keys()))
     dtype = dtype_of_frozen(module, config, stored, checkpoint.trained_dtype)

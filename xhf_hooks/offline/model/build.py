@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,41 +45,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build_meta_model(
-    config: RunConfig,
-    found: FoundCheckpoint,
-    stored: Mapping[str, StoredTensor],
-    *,
-    base: str | None,
-    module: str | None = None,
-    architecture: str | None = None,
-    trained: frozenset[str] | None = None,
-    notes: Sequence[str] = (),
-    trust_remote_code: bool = False,
-) -> MetaModel:
+def build_meta_model(meta_model: MetaModel, config: RunConfig, found: FoundCheckpoint, base: str | None) -> None:
     """Build the model of a checkpoint.
 
     Args:
+        meta_model: Gets the model. Its notes say why configs beside the checkpoint were not read.
         config: The config of the run.
         found: The checkpoint. ``config.json`` is looked for beside it and in the hook's folders.
-        stored: The checkpoint's tensors, by each of their names.
-        module: The option ``module``; it chooses the model where the checkpoint has several.
         base: Folder or hub name given by the user; takes precedence over the config and the checkpoint.
-        architecture: The name of the trained class, given by the user; takes precedence over config.json.
-        trained: Names of the parameters that the checkpoint records as trained. Then it has all of them.
-        notes: Why configs beside the checkpoint were not read.
 
     Raises:
         ConfigError, BaseModelError: No usable config was found.
         DamagedError: The config describes a model that cannot be built.
     """
-    if architecture is not None and transformers_model.class_named(architecture) is None:
-        raise OptionError('architecture', 'the name of a class of the installed transformers', architecture)
-    meta_model = MetaModel('', stored, trust_remote_code, module, architecture, trained, notes=[*notes])
+    named, notes = meta_model.architecture, [*meta_model.notes]
+    if named is not None and transformers_model.class_named(named) is None:
+        raise OptionError('architecture', 'the name of a class of the installed transformers', named)
     folder = config_folder(found) or adapter_folder(found)
     with quiet():
         is_built = any(build(meta_model, config, base, folder) for build in MODEL_BUILDERS.last_first())
-        if not is_built and base is None and folder is None and base_named_by(config, stored, None) is None:
+        if not is_built and base is None and folder is None and base_named_by(config, meta_model.stored, None) is None:
             problem = f'{config.where} has no supported model' if config.where else 'no config was found'
             problem += f' ({"; ".join(notes)})' if notes else ''
             raise ConfigError(
@@ -91,7 +75,6 @@ def build_meta_model(
             _build_of_transformers(meta_model, found, base, config)
             freeze_parts(meta_model.module, config.model)
     meta_model.over_base = StartingWeights.find(meta_model.module, checkpoints_loaded_over(config))
-    return meta_model
 
 
 def _build_of_transformers(meta_model: MetaModel, found: FoundCheckpoint, given: str | None, of_run: RunConfig) -> None:

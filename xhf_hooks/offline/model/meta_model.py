@@ -92,24 +92,25 @@ class MetaModel:
     """The trained model on the meta device, and the base models of its parts.
 
     Attributes:
-        described_by: The config that it was built from, for messages.
         stored: The checkpoint's tensors, by each of their names.
         path: The option ``module``; it chooses the model where the checkpoint has several.
-        architecture: The option of that name: the class that was trained.
-        trained: Names of the parameters that the checkpoint records as trained; None if it records none.
+        architecture: The option of that name: the class that was trained. It takes precedence over config.json.
+        trained: Names of the parameters that the checkpoint records as trained, all of which it has; None if it records
+            none.
+        described_by: The config that it was built from, for messages.
         has_config_of_base: Whether its config is the base's, since the run has left none of its own.
         over_base: What the run loaded over the weights of its base.
     """
 
-    described_by: str
     stored: Mapping[str, StoredTensor]
     trust_remote_code: bool
-    path: str | None = None
-    architecture: str | None = None
-    trained: frozenset[str] | None = None
+    path: str | None
+    architecture: str | None
+    trained: frozenset[str] | None
+    notes: list[str]
+    described_by: str = ''
     module: nn.Module = field(default_factory=nn.Module)
     bases: list[Base] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     has_config_of_base: bool = False
     over_base: StartingWeights = field(default_factory=StartingWeights)
 
