@@ -1,7 +1,7 @@
 """Counts and checksums of the bytes written of each tensor, which all ranks can add up in any order.
 
 CRC-32 is linear: the checksum of a concatenation is the XOR of the checksums of its parts, each shifted by the bytes
-that follow it (format/checksum.py). So a rank needs a few numbers per tensor, however many ranks wrote parts of it.
+that follow it. So a rank needs a few numbers per tensor, however many ranks wrote parts of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xhf_hooks.errors import IncompleteError
-from xhf_hooks.format.checksum import shift
+from xhf_hooks.format.checksum import combine
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.planning.types import Placement, WrittenTensor
 
@@ -42,7 +42,7 @@ class Tally:
         """
         number, end = self._number_of[placement.file, placement.hf_name], start + nbytes
         self.sums[:, number] += (nbytes, _span(start, end), non_finite)
-        self.checksums[number] ^= shift(crc32, placement.nbytes - end)
+        self.checksums[number] ^= combine(crc32, 0, placement.nbytes - end)
 
     def written(self) -> list[WrittenTensor]:
         """The tensors with their checksums, if these are the numbers of all ranks.

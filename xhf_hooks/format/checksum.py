@@ -22,11 +22,6 @@ crc32 = isal_zlib.crc32
 combine = isal_zlib.crc32_combine
 
 
-def shift(crc: int, nbytes: int) -> int:
-    """The contribution (by XOR) of bytes with this checksum to the checksum of a text with ``nbytes`` more bytes."""
-    return combine(crc, 0, nbytes)
-
-
 def to_hex(crc: int) -> str:
     """Eight hexadecimal digits, as ``crc32`` and ``rhash`` print them."""
     return f'{crc:08x}'
