@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -68,28 +68,26 @@ def open_models(a: Path, b: Path, options: ConvertOptions, scratch: Path) -> lis
     Raises:
         DamagedError, CheckpointError: One of them cannot be read as a model, or both are checkpoints.
     """
-    folders = {path: _open_folder(path) for path in (a, b) if _holds_weights(path)}
+    folders = {path: _open_folder(path, files) for path in (a, b) if (files := _weight_files(path))}
     if not folders:
         raise CheckpointError(f'{a} and {b} are checkpoints; convert one of them with xhf-convert first')
     folder, model = next(iter(folders.items()))
     return [folders.get(path) or _open_checkpoint(path, folder, model, options, scratch) for path in (a, b)]
 
 
-def _holds_weights(path: Path) -> bool:
-    """Whether the folder holds a model's weights. Other models and checkpoints in folders below do not count."""
-    if path.is_file():
-        return path.suffix == WEIGHTS_SUFFIX
-    if not path.is_dir():
-        raise CheckpointError(f'{path}: no such file or folder')
-    return bool(_weight_files(path))
-
-
 def _weight_files(path: Path) -> list[Path]:
     """The files that ``from_pretrained`` would load; if none has such a name, all weight files of the folder itself.
 
+    None of a checkpoint. Other models and checkpoints in folders below do not count.
+
     Raises:
+        CheckpointError: There is no such file or folder.
         DamagedError: An index is malformed, or names a file that is missing.
     """
+    if path.is_file():
+        return [path] if path.suffix == WEIGHTS_SUFFIX else []
+    if not path.is_dir():
+        raise CheckpointError(f'{path}: no such file or folder')
     found = model_files(path, read_undamaged_manifest(path))
     if missing := [file for part in found for file in weight_files(path / part) if not file.is_file()]:
         raise DamagedError(f'{path}: the index names files that are missing: {some([file.name for file in missing])}')
@@ -97,9 +95,12 @@ def _weight_files(path: Path) -> list[Path]:
     return named or sorted(path.glob(f'*{WEIGHTS_SUFFIX}'))
 
 
-def _open_folder(path: Path) -> Model:
-    """A Hugging Face folder or a single file."""
-    files = [path] if path.is_file() else _weight_files(path)
+def _open_folder(path: Path, files: Sequence[Path]) -> Model:
+    """A Hugging Face folder or a single file.
+
+    Args:
+        files: Its weights.
+    """
     stored: dict[str, StoredTensor] = {}
     for file in files:
         folder = '' if file == path else file.parent.relative_to(path).as_posix()
