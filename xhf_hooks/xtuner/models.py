@@ -18,7 +18,7 @@ from xhf_hooks.format.text import some
 from xhf_hooks.offline.model import transformers_model
 from xhf_hooks.offline.model.frozen import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
-from xhf_hooks.offline.model.run_config import RunConfig, Unread, required
+from xhf_hooks.offline.model.run_config import RunConfig, require_read, required
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,7 @@ def build_xtuners(meta_model: MetaModel, config: RunConfig, base: str | None, fo
                 child = child.model  # xtuner keeps the backbone only (model/reward.py)
             module.add_module(name, child)
     for option, name in _ADAPTERS.items():
-        _require_read(model.get(option), f'model.{option}', where)
+        require_read(model.get(option), f'model.{option}', where)
         if isinstance(model.get(option), Mapping) and hasattr(module, name):
             lora = transformers_model.lora_config_of(model[option], where)
             setattr(module, name, transformers_model.adapt(getattr(module, name), lora))
@@ -82,24 +82,13 @@ def _child_of_xtuners(
     config = meta_model.config_in(folder, '--base' if base else f'{what} of {where}', remedy)
     for option, value in options.items():
         if hasattr(config, option) or option in ROPE_OPTIONS:
-            _require_read(value, f'model.{name}.{option}', where)
+            require_read(value, f'model.{name}.{option}', where)
     unknown = transformers_model.apply_options(config, options)
     if unknown:
         meta_model.notes.append(f'{where}: options of model.{name} that {type(config).__name__} lacks: {some(unknown)}')
     if name != 'visual_encoder':
         meta_model.notes += _enlarge_context(config, model.get('max_position_embeddings'), where)
     return meta_model.built(folder, config, auto_class)
-
-
-def _require_read(value: Any, what: str, where: str) -> None:
-    """Refuse a value that is unread, or has a part that is."""
-    if isinstance(value, Unread):
-        required(value, what, where)
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for name, part in parts:
-        _require_read(part, f'{what}.{name}', where)
 
 
 def _enlarge_context(config: PretrainedConfig, wanted: Any, where: str) -> list[str]:

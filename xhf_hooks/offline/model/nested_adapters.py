@@ -14,7 +14,7 @@ from torch import nn
 from xhf_hooks.errors import ConfigError
 from xhf_hooks.format.text import counted
 from xhf_hooks.offline.model import transformers_model
-from xhf_hooks.offline.model.run_config import RunConfig, Unread, required
+from xhf_hooks.offline.model.run_config import RunConfig, Unread, require_read
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def _options_for(
             f'{paths}; give --config a copy without the others'
         )
     for path, options in fitting[:1]:
-        for name, value in options.items():
-            required(value if isinstance(value, Unread) else True, f'{path}.{name}', where)
+        require_read(options, path, where)
     return different[0] if different else None
 
 

@@ -145,8 +145,6 @@ def _dumped(in_checkpoint: str | None, checkpoint: Path) -> str:
 
 def _given(file: Path) -> RunConfig:
     config = _read(file)
-    if isinstance(config.fields.get('model'), Unread):
-        required(config.fields['model'], 'model', str(file))
     if not config.model:
         raise ConfigError(f'{file}: has no model with a type; give --config the config of the run, or leave it out')
     return config
@@ -166,8 +164,6 @@ def _configs_beside(checkpoint: Path, notes: list[str]) -> tuple[list[RunConfig]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             config = _read(file)
-            if isinstance(config.fields.get('model'), Unread):
-                required(config.fields['model'], 'model', str(file))
         except ConfigError as error:
             notes += [] if has_code else [f'not read: {error}']
             continue
@@ -193,7 +189,10 @@ def _read(file: Path) -> RunConfig:
         raise ConfigError(f'{file}: cannot be read ({error}); give --config the config that the run dumped') from None
     if file.suffix in ('.json', '.yaml', '.yml'):
         return RunConfig(str(file), _parse_data(text, file))
-    return RunConfig(str(file), parse_config(text, str(file)))
+    fields = parse_config(text, str(file))
+    if isinstance(fields.get('model'), Unread):
+        required(fields['model'], 'model', str(file))
+    return RunConfig(str(file), fields)
 
 
 def _parse_data(text: str, file: Path) -> dict[str, Any]:
@@ -223,6 +222,17 @@ def required(value: Any, what: str, where: str) -> Any:
     if value is None:
         raise ConfigError(f'{where}: {what} is missing; name the model that training started from with --base')
     return value
+
+
+def require_read(value: Any, what: str, where: str) -> None:
+    """Refuse a value that is unread, or has a part that is."""
+    if isinstance(value, Unread):
+        required(value, what, where)
+    parts = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for name, part in parts:
+        require_read(part, f'{what}.{name}', where)
 
 
 @dataclass(frozen=True)
