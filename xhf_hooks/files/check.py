@@ -36,7 +36,7 @@ def check_folder(path: Path, manifest: Manifest, workers: int | None = None) -> 
     Raises:
         IncompleteError: The folder differs from the manifest; one fault per line.
     """
-    check = FolderCheck.begin(path, manifest, is_just_written=True)
+    check = FolderCheck(path, manifest, list_files(path), is_just_written=True)
     check.check_structure()
     if check.is_good:
         check.read(workers, from_disk=True)
@@ -87,11 +87,6 @@ class FolderCheck:
         self.read_nbytes = 0
         self.seconds = 0.0
         self._started = time.perf_counter()
-
-    @classmethod
-    def begin(cls, path: Path, manifest: Manifest | None, *, is_just_written: bool = False) -> FolderCheck:
-        """Begin the check of a folder: list its files."""
-        return cls(path, manifest, list_files(path), is_just_written=is_just_written)
 
     def add(self, kind: str, check: str, text: str) -> None:
         """Add a finding. A problem does not stop the checks."""

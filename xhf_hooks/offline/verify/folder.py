@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from xhf_hooks.errors import CheckpointError, DamagedError
-from xhf_hooks.files.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck
+from xhf_hooks.files.check import NOTE, OK, PROBLEM, UNCHECKED, FolderCheck, list_files
 from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.format import strict_json
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, HF_WEIGHTS, INDEX_SUFFIX, MANIFEST_NAME, WEIGHTS_SUFFIX
@@ -48,7 +48,7 @@ def verify_folder(
         manifest = read_manifest(path)
     except DamagedError as error:
         manifest, damage = None, str(error)
-    check = FolderCheck.begin(path, manifest)
+    check = FolderCheck(path, manifest, list_files(path))
     _require_model(path, list(check.files))
     if damage is not None:
         check.add(PROBLEM, 'manifest', damage)
