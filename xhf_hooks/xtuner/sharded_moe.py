@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters.base import ExportRequest
 from xhf_hooks.exporters.find_model import base_path, find_pretrained, pretrained_in
-from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter
+from xhf_hooks.exporters.huggingface import HuggingFaceExporter
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.traced import TracedTensor
 from xhf_hooks.model import model_class
@@ -57,19 +56,6 @@ class ShardedMoeExporter(HuggingFaceExporter):
         if name not in _EXPERT_PARTS:
             raise ModelError(f'{name} has sharded experts; supported are {sorted(_EXPERT_PARTS)}')
         self._parts = _EXPERT_PARTS[name]
-
-    def write_hf_assets(
-        self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
-    ) -> list[str]:
-        """Copies the base model's custom code, too, if transformers does not have the model."""
-        warnings = super().write_hf_assets(export, folder, tokenizer, eos_token_ids)
-        code = getattr(export.config, 'auto_map', None) or {}
-        files = {f'{value.split(".")[0]}.py' for value in code.values() if isinstance(value, str) and '--' not in value}
-        for name in sorted(files):
-            content = self.base_model.read_file(name)
-            if content is not None and not (folder / name).exists():
-                (folder / name).write_bytes(content)
-        return warnings
 
     def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:
         config = super().written_config(own, request)
