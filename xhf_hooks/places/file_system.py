@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from xhf_hooks.system.linux_calls import renameat2
@@ -55,6 +56,22 @@ def unused(path: Path) -> Path:
     """The path if that name is unused, else the path with ``_2``, ``_3`` and so on at its end."""
     numbered = (path.with_name(f'{path.name}_{number}') for number in itertools.count(2))
     return next(each for each in itertools.chain([path], numbered) if look_up(each) is None)
+
+
+def mounts() -> Iterator[tuple[list[str], list[str]]]:
+    """What is mounted here: fields of where, and of which file system (proc(5), mountinfo). Only Linux tells."""
+    with contextlib.suppress(OSError):
+        for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
+            where, _, kind = line.partition(' - ')
+            yield where.split(), kind.split()
+
+
+def mount_of(device: int) -> tuple[str, set[str]]:
+    """The kind of a mounted file system, such as 'overlay', and its mount options; '' and none if it is not known."""
+    for where, kind in mounts():
+        if where[2] == f'{os.major(device)}:{os.minor(device)}':
+            return kind[0], {*where[5].split(','), *kind[-1].split(',')}
+    return '', set()
 
 
 def files_in(folder: Path) -> dict[str, Path]:

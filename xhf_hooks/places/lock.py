@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from xhf_hooks.places.file_system import look_up
+from xhf_hooks.places.file_system import look_up, mount_of
 
 #: errnos of flock(2) on file systems without locks: Lustre mounted without ``flock``, some FUSE file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -117,7 +117,8 @@ class RunLock:
         """Returns False if another process holds it, or has removed the file meanwhile."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.works_across_hosts = not _locks_are_local(fd)
+            _, options = mount_of(os.fstat(fd).st_dev)
+            self.works_across_hosts = not options & _LOCAL_LOCKS
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
@@ -156,15 +157,3 @@ def _open_current(path: Path) -> int | None:
         with contextlib.suppress(FileExistsError):
             return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     return None
-
-
-def _locks_are_local(fd: int) -> bool:
-    """Whether mount options make locks local to this host (proc(5), mountinfo)."""
-    number = os.fstat(fd).st_dev
-    device = f'{os.major(number)}:{os.minor(number)}'
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/mountinfo').read_text().splitlines():
-            fields = line.split()
-            if fields[2] == device:
-                return bool({*fields[5].split(','), *fields[-1].split(',')} & _LOCAL_LOCKS)
-    return False

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from xhf_hooks.errors import TargetError, XhfError
-from xhf_hooks.places.file_system import exchange, look_up, new_name
+from xhf_hooks.places.file_system import exchange, look_up, mount_of, mounts, new_name
 
 
 def replace_folder(new: Path, path: Path, previous: Path) -> Path | None:
@@ -120,7 +120,7 @@ def is_of_image(path: Path) -> bool:
     It is asked to take the name of a folder that holds something, which overlayfs refuses for one reason or the other
     (fs/overlayfs/dir.c, ovl_rename). Only overlayfs is asked: a file system in user space might merge the two folders.
     """
-    if look_up(path) is None or not _is_on_overlay(path.parent):
+    if look_up(path) is None or mount_of(os.stat(path.parent).st_dev)[0] != 'overlay':
         return False
     occupied = new_name(path, 'staging')
     try:
@@ -136,33 +136,11 @@ def is_of_image(path: Path) -> bool:
     return False
 
 
-def _mounts() -> Iterator[tuple[list[str], list[str]]]:
-    """What is mounted here: fields of where, and of which file system (proc(5), mountinfo). Only Linux has them.
-
-    Raises:
-        OSError: This system has none.
-    """
-    for line in Path('/proc/self/mountinfo').read_text(errors='surrogateescape').splitlines():
-        where, _, kind = line.partition(' - ')
-        yield where.split(), kind.split()
-
-
-def _is_on_overlay(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        device = os.stat(folder).st_dev
-        for mounted, kind in _mounts():
-            if mounted[2] == f'{os.major(device)}:{os.minor(device)}':
-                return kind[0] == 'overlay'
-    return False
-
-
 def _is_mount_point(path: Path) -> bool:
     """Whether something is mounted at a path, which no call can rename then."""
     if os.path.ismount(path):
         return True
-    with contextlib.suppress(OSError):  # a folder of the same file system (mount --bind)
-        real = os.path.join(os.path.realpath(path.parent), path.name)
-        for mounted, _ in _mounts():
-            if re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), mounted[4]) == real:
-                return True
-    return False
+    real = os.path.join(os.path.realpath(path.parent), path.name)
+    # A folder of the same file system (mount --bind)
+    names = (re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), where[4]) for where, _ in mounts())
+    return any(name == real for name in names)

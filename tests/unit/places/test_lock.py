@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_what_to_change(claim, monk
 def test_where_hosts_do_not_see_locks_an_earlier_run_is_named(tmp_path, monkeypatch, claim, said, kind):
     """As on Lustre without ``flock``, and with ``localflock``."""
     if kind == 'local locks':
-        monkeypatch.setattr(lock, '_locks_are_local', lambda fd: True)
+        monkeypatch.setattr(lock, 'mount_of', lambda device: ('lustre', {'rw', 'localflock'}))
     else:
         monkeypatch.setattr(lock.fcntl, 'flock', failing(errno.ENOSYS, instead_of=lock.fcntl.flock))
     for left in ('', 'process 1 on far-away'):
