@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+from xhf_hooks.files.manifest import CommitRecord
 
 Save = TypeVar('Save')
-
-
-class Origin(NamedTuple):
-    """What decides whether a save stays.
-
-    Attributes:
-        iteration: Iterations done at the save.
-        run: Identifies the training that made it; a resumed run goes on with the training of the run before it.
-        keep_every: That option of the run.
-    """
-
-    iteration: int
-    run: str = ''
-    keep_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,25 +27,27 @@ class Retention:
     max_keep: int
     keep_every: int | None = None
 
-    def find_superfluous(self, saves: Iterable[tuple[Save, Origin]]) -> list[Save]:
+    def find_superfluous(self, saves: Iterable[tuple[Save, CommitRecord]]) -> list[Save]:
         """The saves to delete.
 
         Args:
-            saves: Each save with its origin, from the last commit to the first. The first one is of the training whose
-                options these are.
+            saves: Each save with what its manifest says of its commit, from the last commit to the first. The first
+                one is of the training whose options these are.
         """
         ordered = list(saves)
         if self.max_keep == -1:
             return []
         # Of a training, keep_every and n: place of the first save from n * keep_every to (n + 1) * keep_every - 1
         first: dict[tuple[str, int, int], int] = {}
-        for place, (_, origin) in enumerate(ordered):
-            every = self.keep_every if origin.run == ordered[0][1].run else origin.keep_every
-            if every is None or origin.iteration < every:
+        for place, (_, commit) in enumerate(ordered):
+            every, iteration = commit.keep_every, commit.step.iteration
+            if commit.run == ordered[0][1].run:
+                every = self.keep_every
+            if every is None or iteration < every:
                 continue
-            multiple = (origin.run, every, origin.iteration // every)
+            multiple = (commit.run, every, iteration // every)
             # Of two saves of one iteration, which a resumed run makes, the one committed last stays
-            if multiple not in first or origin.iteration < ordered[first[multiple]][1].iteration:
+            if multiple not in first or iteration < ordered[first[multiple]][1].step.iteration:
                 first[multiple] = place
         stays = {*range(self.max_keep), *first.values()}
         return [save for place, (save, _) in enumerate(ordered) if place not in stays]

@@ -21,7 +21,7 @@ from xhf_hooks.format.index import MANIFEST_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.text import some
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.file_system import files_in, fsync, is_folder, new_name, remove_tree, unused
-from xhf_hooks.places.retention import Origin, Retention
+from xhf_hooks.places.retention import Retention
 
 
 class SiblingFolders:
@@ -154,12 +154,12 @@ class SiblingFolders:
             newest: What was just committed.
             retention: Which saves stay.
         """
-        last = (self._newest, _origin(newest))  # always stays
+        last = (self._newest, newest)  # always stays
         if replaced is not None and saved is None:
             self._delete(replaced, None)
         elif replaced is not None and saved is not None:
             # Superfluous even without other saves, as with max_keep_ckpts=1: no need to name it as an older one first
-            is_superfluous = retention.find_superfluous([last, (replaced, _origin(saved))]) == [replaced]
+            is_superfluous = retention.find_superfluous([last, (replaced, saved)]) == [replaced]
             if is_superfluous or _is_same_again(saved, newest):
                 self.discard(replaced)
             else:
@@ -169,8 +169,7 @@ class SiblingFolders:
                 self.add_older(replaced, saved)
         if retention.max_keep == -1:
             return
-        origins = [(path, _origin(older)) for path, older in self.older().items()]
-        for path in retention.find_superfluous([last, *origins]):
+        for path in retention.find_superfluous([last, *self.older().items()]):
             self.discard(path)
 
     def discard(self, folder: Path) -> None:
@@ -263,10 +262,6 @@ def _identify(folder: Path) -> tuple[int, ...] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _origin(commit: CommitRecord) -> Origin:
-    return Origin(commit.step.iteration, commit.run, commit.keep_every)
 
 
 def _is_same_again(old: CommitRecord, new: CommitRecord) -> bool:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from xhf_hooks.errors import DamagedError, IncompleteError, StoreError
-from xhf_hooks.files.manifest import FileRecord, parse_manifest
+from xhf_hooks.files.manifest import CommitRecord, FileRecord, parse_manifest
 from xhf_hooks.format.checksum import file_size_and_crc32, to_hex
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.places.objects import Store
-from xhf_hooks.places.retention import Origin, Retention
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.system.files import errors_naming
 
 _FORMAT_VERSION = 3
@@ -126,7 +126,7 @@ class StoredSaves:
         self._pointer = Pointer()  # as last written
         self._begun: set[str] = set()  # names that are not used again
         self._files: dict[str, list[str]] = {}  # of the saves that were begun and are not deleted yet
-        self._iterations: dict[str, int] = {}  # done at a save
+        self._commits: dict[str, CommitRecord] = {}  # by the name of a published save
 
     @cached_property
     def store(self) -> Store:
@@ -168,10 +168,8 @@ class StoredSaves:
         step = {'unit': content.step.unit, 'number': content.step.number}
         pointer = self._current()
         saves = (*pointer.saves, save_name)
-        self._iterations[save_name] = content.step.iteration
-        outdated = self.retention.find_superfluous(
-            (save, Origin(self._iterations.get(save, 0))) for save in reversed(saves)
-        )
+        self._commits[save_name] = content.commit
+        outdated = self.retention.find_superfluous((save, self._commits[save]) for save in reversed(saves))
         kept = tuple(save for save in saves if save not in outdated)
         self._write(replace(pointer, newest=save_name, saves=kept, step=step, writing=None))
         try:
