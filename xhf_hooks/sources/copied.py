@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xhf_hooks.errors import CheckpointError
-from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, CopiedTensor
 
 #: Bytes that are read at once: whole elements of any dtype.
 _PART_NBYTES = 4 * 2**20
 
 
-def copied_chunks(plan: SavePlan, rank: int) -> Iterator[Chunk]:
-    """Yield what a rank copies from the base model. Does not communicate.
+def chunks_of(copied: CopiedTensor) -> Iterator[Chunk]:
+    """Yield one tensor, in parts. Does not communicate.
 
     Raises:
-        CheckpointError: A file of the base is shorter than it was.
-        OSError: A file of the base cannot be read.
+        CheckpointError: The file of the base is shorter than it was.
+        OSError: It cannot be read.
     """
-    for copied in plan.copied:
-        if copied.placement.owner == rank:
-            yield from chunks_of(copied)
-
-
-def chunks_of(copied: CopiedTensor) -> Iterator[Chunk]:
-    """Yield one tensor, in parts."""
     for start in range(0, copied.placement.nbytes, _PART_NBYTES):
         nbytes = min(_PART_NBYTES, copied.placement.nbytes - start)
         yield Chunk(copied.placement, memoryview(read_stored(copied, start, nbytes)), start)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 
@@ -25,7 +25,7 @@ from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.types import Chunk, Placement
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.sources.base import Source
-from xhf_hooks.sources.copied import copied_chunks
+from xhf_hooks.sources.copied import chunks_of
 from xhf_hooks.sources.host_memory import BufferPool, SnapshotMemory, host_memory, synchronize
 from xhf_hooks.sources.read import SliceReader, ToHost, in_host_memory, in_place_and_gathered
 
@@ -176,8 +176,9 @@ def live_chunks(plan: SavePlan, source: Source, collective: Collective) -> Gener
 
 def _copied(plan: SavePlan, collective: Collective) -> Generator[Chunk, None, None]:
     """The chunks that this rank copies from the base model, unless it knows that a rank has failed."""
+    own = (one for one in plan.copied if one.placement.owner == collective.rank)
     with collective.remembering('read'):
-        yield from takewhile(lambda _: not collective.has_remembered_error, copied_chunks(plan, collective.rank))
+        yield from takewhile(lambda _: not collective.has_remembered_error, chain.from_iterable(map(chunks_of, own)))
 
 
 class Snapshot:
