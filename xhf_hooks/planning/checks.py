@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def require_entries(entries: Sequence[ExportEntry], specs: Sequence[TensorSpec],
     """
     spec_of = {spec.name: spec for spec in specs}
     first_name = {alias: spec.name for spec in specs for alias in spec.aliases}
+    made_together: dict[object, ExportEntry] = {}  # the first entry of each `combine` in a file set
     for entry in _each(entries, ExportEntry, where):
         at = f'{where}: {entry.hf_name}'
         _require_name_shape_and_dtype(entry.hf_name, entry.shape, entry.dtype, at)
@@ -63,6 +65,14 @@ def require_entries(entries: Sequence[ExportEntry], specs: Sequence[TensorSpec],
                 f'{at}: without combine, expected the shape {spec_of[entry.reads[0]].shape} of {entry.reads[0]}, found '
                 f'{entry.shape}'
             )
+        first = made_together.setdefault((entry.file_set, id(entry.combine)), entry)
+        if entry.combine is not None and first.reads != entry.reads:
+            raise PlanError(f'{at}: made together with {first.hf_name}: expected {first.reads}, found {entry.reads}')
+        if entry.source_offset is not None:
+            end = entry.source_offset + math.prod(entry.shape)
+            if len(entry.reads) != 1 or end > spec_of[entry.reads[0]].numel:
+                of_reads = [(name, spec_of[name].shape) for name in entry.reads]
+                raise PlanError(f'{at}: expected one tensor in reads with elements up to {end}, found {of_reads}')
 
 
 def require_spreads(spreads: Mapping[str, Spread], specs: Sequence[TensorSpec], world_size: int, where: str) -> None:

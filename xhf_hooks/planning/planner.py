@@ -46,7 +46,8 @@ def make_plan(
     Runs on: all ranks, with the same result.
 
     Args:
-        entries: The output tensors, in the order in which ``save_pretrained`` would write them.
+        entries: The output tensors, in the order in which ``save_pretrained`` would write them. They were checked
+            (:func:`.require_entries`).
         strategy: Who writes what. Outputs that need whole tensors are gathered in any case.
         n_parameters: ``total_parameters`` of the index; None leaves it out (transformers < 5). A mapping by folder if
             the save has several file sets (:class:`.FileSet`), such as those of a model's parts.
@@ -57,14 +58,14 @@ def make_plan(
         round_nbytes: Most bytes that an owner receives in one round.
 
     Raises:
-        PlanError: Two entries have the same name, or an entry reads a tensor that the source lacks.
+        PlanError: Two entries have the same name, or there are none.
     """
     spec_of = {spec.name: spec for spec in specs}
     files: list[PlannedFile] = []
     groups: list[Group] = []
     to_copy: list[CopiedTensor] = []
     indexes: dict[str, dict[str, Any]] = {}
-    for file_set, entry_of in _by_file_set(entries, spec_of).items():
+    for file_set, entry_of in _by_file_set(entries).items():
         total = n_parameters.get(file_set.folder) if isinstance(n_parameters, Mapping) else n_parameters
         set_files, placements, index = _lay_out(file_set, entry_of, max_shard_nbytes, total)
         files += set_files
@@ -110,16 +111,11 @@ def make_plan(
     return replace(plan, digest=hashlib.sha256('\n'.join(describe_plan(plan)).encode()).hexdigest())
 
 
-def _by_file_set(
-    entries: Sequence[ExportEntry], spec_of: Mapping[str, TensorSpec]
-) -> dict[FileSet, dict[str, ExportEntry]]:
+def _by_file_set(entries: Sequence[ExportEntry]) -> dict[FileSet, dict[str, ExportEntry]]:
     sets: dict[FileSet, dict[str, ExportEntry]] = {}
     for entry in entries:
         if entry.hf_name in sets.setdefault(entry.file_set, {}):
             raise PlanError(f'two tensors would be written under the same name: {entry.hf_name}')
-        unknown = [name for name in entry.reads if name not in spec_of]
-        if unknown:
-            raise PlanError(f'{entry.hf_name} is made from {unknown}, which the model does not have')
         sets[entry.file_set][entry.hf_name] = entry
     if not sets:
         raise PlanError('nothing to save: the exporter lists no tensors')
@@ -179,24 +175,7 @@ def _group(
     for together in members.values():
         first = entry_of[together[0].hf_name]
         groups.append(Group(tuple(spec_of[name] for name in first.reads), tuple(together), first.combine))
-        for placement in together:
-            _check(placement, entry_of[placement.hf_name], groups[-1])
     return groups
-
-
-def _check(placement: Placement, entry: ExportEntry, group: Group) -> None:
-    if entry.reads != tuple(spec.name for spec in group.reads):
-        raise PlanError(f'{entry.hf_name}: made together with {group.placements[0].hf_name}, but from other tensors')
-    if placement.source_offset is None:
-        return
-    numels, end = [math.prod(spec.shape) for spec in group.reads], placement.source_range.stop
-    # Without `combine`, an output is the whole source tensor
-    fits = len(numels) == 1 and (end == numels[0] if entry.combine is None else end <= numels[0])
-    if not fits:
-        raise PlanError(
-            f'{entry.hf_name} {entry.shape}: expected one source tensor with elements up to {end}, '
-            f'found {[(spec.name, spec.shape) for spec in group.reads]}'
-        )
 
 
 def _choose_owners(

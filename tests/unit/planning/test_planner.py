@@ -6,6 +6,7 @@ import pytest
 
 from xhf_hooks.errors import PlanError
 from xhf_hooks.options import parse_size
+from xhf_hooks.planning.checks import require_entries
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import describe_plan, make_plan
 from xhf_hooks.planning.spread import in_rank_order
@@ -56,10 +57,12 @@ def test_each_set_is_split_and_indexed_on_its_own():
 TWO = [spec('a', 4), spec('b', 4)]
 REFUSED = [
     ([passed_on(TWO[0]), passed_on(TWO[0])], r'under the same name: hf\.a'),
-    ([passed_on(TWO[0], reads=('a', 'gone'))], r"hf\.a is made from \['gone'\]"),
-    ([passed_on(TWO[0], shape=(3,))], r"hf\.a \(3,\): .* elements up to 3, found \[\('a', \(4,\)\)\]"),
-    ([passed_on(TWO[0], reads=('a', 'b'))], r"hf\.a \(4,\): expected one .*found \[\('a', \(4,\)\), \('b', \(4,\)\)\]"),
-    ([passed_on(entry, combine=dict) for entry in TWO], r'hf\.b: made together with hf\.a, but'),
+    ([passed_on(TWO[0], reads=('a', 'gone'))], r"hf\.a: expected in reads the name of a tensor.*, found 'gone'"),
+    ([passed_on(TWO[0], shape=(3,))], r'hf\.a: without combine, expected the shape \(4,\) of a, found \(3,\)'),
+    ([passed_on(TWO[0], reads=('a', 'b'))], r"hf\.a: without combine, expected one tensor .*found \('a', 'b'\)"),
+    ([passed_on(TWO[0], combine=dict, source_offset=2)], r"hf\.a: .*up to 6, found \[\('a', \(4,\)\)\]"),
+    ([passed_on(TWO[0], combine=dict, source_offset=0, reads=('a', 'b'))], r"hf\.a: expected one tensor .*'b', \(4,\)"),
+    ([passed_on(entry, combine=dict) for entry in TWO], r"hf\.b: made together with hf\.a: expected \('a',\), found"),
     ([], 'nothing to save'),
 ]
 
@@ -67,6 +70,7 @@ REFUSED = [
 @pytest.mark.parametrize(('entries', 'words'), REFUSED)
 def test_is_refused(entries, words):
     with pytest.raises(PlanError, match=words):
+        require_entries(entries, TWO, 'Mine.export()')
         plan_of(TWO, entries)
 
 

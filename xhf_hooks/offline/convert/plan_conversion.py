@@ -25,6 +25,7 @@ from xhf_hooks.offline.model.other_modules import add_other_modules
 from xhf_hooks.offline.model.run_config import RunConfig, find_run_config
 from xhf_hooks.offline.model.stored_names import name_as_in_model
 from xhf_hooks.offline.model.trainer_files import adapter_of_trainer, frozen_only
+from xhf_hooks.planning.checks import require_entries
 from xhf_hooks.planning.masters import specs_with_masters
 from xhf_hooks.planning.plan import SavePlan
 from xhf_hooks.planning.planner import make_plan
@@ -66,6 +67,7 @@ def plan_conversion(checkpoint: CheckpointSource, options: ConvertOptions) -> Co
     )
     weights, weights_notes = _which_weights(checkpoint, config, options.ema)
     export = exporter.export(ExportRequest(match.specs, options.dtype, options.carry_base, config.fields, module))
+    require_entries(export.entries, match.specs, f'{type(exporter).__name__}.export()')
     plan = make_plan(
         export.entries,
         specs_with_masters(match.specs, export.entries, options.dtype),
