@@ -26,6 +26,7 @@ from bench.throttle import limited_sending
 from bench.ways import UPLOAD, UPLOAD_BOTO3
 from tests.helpers.faults.s3_servers import BUCKET, CREDENTIALS, s3_server
 from tests.helpers.runs.engines import Saver
+from xhf_hooks.options import RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.ends.upload import Uploads, start_uploads
@@ -60,9 +61,9 @@ def begun_run(
     """A save on the local disk; yields what begins its upload, as ``upload_to`` does, and what tells its end."""
     target, collective = CheckpointFolder(folder, 1), Collective.connect()
     saver.save(target, STEP)
-    store = {'endpoint_url': url}
+    options = RunOptions(upload_to=f's3://{BUCKET}/{name}', storage_options={'endpoint_url': url})
     with patch('xhf_hooks.runs.ends.upload.run_prefix', lambda timestamp: 'run'):  # as the server was told
-        uploads: Uploads = start_uploads(f's3://{BUCKET}/{name}', store, -1, [folder], collective, saver.context.log)
+        uploads: Uploads = start_uploads(options, [folder], collective, saver.context.log, None)
     uploads.prepare()
 
     def is_over(within_secs: float = 0.0) -> bool:

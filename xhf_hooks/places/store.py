@@ -101,9 +101,9 @@ class StoredSaves:
     Args:
         url: The prefix of the run.
         name: The target's name, such as ``hf_model``.
-        max_keep: How many saves to keep, including the newest; -1 keeps all.
+        retention: Which saves to keep.
+        storage_options: As in :meth:`.Store.open`.
         warn: Called when a request fails and is sent again, and with what was found that is not ours.
-        keep_every: As in :class:`.Retention`.
 
     Raises:
         StoreError: Every method but :meth:`clean_at_end` raises it if a request fails again and again.
@@ -113,16 +113,12 @@ class StoredSaves:
         self,
         url: str,
         name: str,
-        max_keep: int,
-        options: Mapping[str, Any] | None = None,
+        retention: Retention,
+        storage_options: Mapping[str, Any] | None = None,
         warn: Callable[[str], object] = lambda said: None,
-        *,
-        keep_every: int | None = None,
     ) -> None:
-        self.url = url
-        self.name = name
-        self.retention = Retention(max_keep, keep_every)
-        self._options, self._warn = options, warn
+        self.url, self.name, self.retention = url, name, retention
+        self._options, self._warn = storage_options, warn
         self._pointer = Pointer()  # as last written
         self._begun: set[str] = set()  # names that are not used again
         self._files: dict[str, list[str]] = {}  # of the saves that were begun and are not deleted yet

@@ -16,9 +16,11 @@ from tests.helpers.runs.small_saves import publish
 from tests.helpers.runs.tiny_checkpoint import commit_one
 from xhf_hooks.errors import StoreError
 from xhf_hooks.format.index import MANIFEST_NAME
+from xhf_hooks.options import RunOptions
 from xhf_hooks.places import hub_bucket
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, read_pointer
 from xhf_hooks.runs.ends import upload
 from xhf_hooks.runs.ends.upload import start_uploads
@@ -51,7 +53,7 @@ def test_saves_are_published_kept_and_deleted(hub, tmp_path, url):
     hub.objects[f'{below}hf_model_iter_10/notes'] = b'of somebody else'
     hub.objects['other'] = b'of somebody else'
     local = CheckpointFolder(tmp_path / 'hf_model', 1)
-    saves = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
+    saves = StoredSaves(url, 'hf_model', Retention(2), warn=(said := []).append)
     for number in (1, 2, 3):
         publish(saves, local, number)
     saves.clean_at_end()
@@ -154,6 +156,6 @@ def test_rank_0_sends_all_to_the_hub_which_limits_requests(hub, tmp_path, monkey
         world_size=4, rank=0, from_rank0=lambda stage, decide: decide(), find_store=lambda name: HashStore()
     )
     log = RunLog(logging.getLogger('test'), 'test')
-    uploads = start_uploads(url, None, -1, [tmp_path / 'hf_model'], ranks, log)
+    uploads = start_uploads(RunOptions(upload_to=url), [tmp_path / 'hf_model'], ranks, log, None)
     assert uploads._n_ranks == n_ranks
     uploads.close()

@@ -19,6 +19,7 @@ from xhf_hooks.files.manifest import FileRecord
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.objects import Store, without_secrets
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, pointer_key, read_pointer, run_prefix, send_file
 
 LOST = 'model-00002-of-00003.safetensors'
@@ -45,7 +46,7 @@ def local(tmp_path):
 
 @pytest.fixture
 def saves(url):
-    made = StoredSaves(url, 'hf_model', 2, warn=(said := []).append)
+    made = StoredSaves(url, 'hf_model', Retention(2), warn=(said := []).append)
     made.said = said
     yield made
     made.clean_at_end()
@@ -71,7 +72,7 @@ def test_the_newest_ones_are_kept_and_what_others_put_there(saves, local, url):
 
 def test_the_first_save_of_every_three_iterations_stays(local, url):
     """Also where the newest is one of them."""
-    saves = StoredSaves(url, 'hf_model', 1, keep_every=3)
+    saves = StoredSaves(url, 'hf_model', Retention(1, 3))
     for number in (1, 2, 4, 5, 7, 8, 9):
         publish(saves, local, number)
     saves.clean_at_end()
@@ -82,7 +83,7 @@ def test_the_first_save_of_every_three_iterations_stays(local, url):
 def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     """Where the store has folders. What somebody else put there stays, in its folder."""
     root = tmp_path / 'store'
-    saves = StoredSaves(root.as_uri(), 'hf_model', 1, warn=[].append)
+    saves = StoredSaves(root.as_uri(), 'hf_model', Retention(1), warn=[].append)
     for number in (1, 2, 3):
         publish(saves, local, number)
         (root / 'hf_model_iter_1' / 'own').mkdir(exist_ok=True, parents=True)
@@ -195,7 +196,7 @@ def test_what_was_not_published_is_deleted_at_the_end_and_nothing_else_is_read(s
 def test_a_run_without_an_upload_leaves_nothing(local, tmp_path, is_begun):
     """It died before its first save, or its upload was not completed: the last prefix is that of the newest save."""
     url = (tmp_path / 'store' / 'run').as_uri()
-    saves = StoredSaves(url, 'hf_model', 1)
+    saves = StoredSaves(url, 'hf_model', Retention(1))
     saves.store.require_usable()
     assert [*(tmp_path / 'store').iterdir()] == []
     if is_begun:

@@ -44,16 +44,7 @@ class AfterSaves:
         if options.upload_to is not None:
             with collective.stage('preflight of upload_to'):
                 require_uploads_apart(options.upload_to, paths[0])
-            self.uploads = start_uploads(
-                options.upload_to,
-                options.storage_options,
-                options.upload_keep,
-                paths,
-                collective,
-                self._log,
-                timestamp=timestamp,
-                keep_every=options.keep_every,
-            )
+            self.uploads = start_uploads(options, paths, collective, self._log, timestamp)
             tasks.append(self.uploads)
         with collective.stage('preflight of on_saved'):
             if options.on_saved is not None and collective.rank == 0:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from logging import LoggerAdapter
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,8 +15,10 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.files.manifest import Manifest, parse_manifest
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.text import counted, size_text
+from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub_bucket import is_bucket_url
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, run_prefix, send_file
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
@@ -243,33 +244,29 @@ def _manifest_of(job: SaveJob) -> tuple[Manifest, bytes]:
 
 
 def start_uploads(
-    url: str,
-    storage_options: Mapping[str, Any] | None,
-    max_keep: int,
-    finals: Sequence[Path],
+    options: RunOptions | CallOptions,
+    paths: Sequence[Path],
     collective: Collective,
     log: LoggerAdapter,
-    *,
-    timestamp: str | None = None,
-    keep_every: int | None = None,
+    timestamp: str | None,
 ) -> Uploads:
-    """Start the thread of the uploads to a URL. Runs on: all ranks.
+    """Start the thread of the uploads to ``upload_to``. Runs on: all ranks.
 
     Args:
-        max_keep: How many uploaded saves to keep of those that are not the best.
-        finals: The folders of saves; the first is that of the newest save.
+        options: ``upload_keep`` and ``keep_every`` are not for the best saves.
+        paths: The folders of saves; the first is that of the newest save.
         timestamp: As in :func:`.run_prefix`.
-        keep_every: As in :class:`.Retention`, for those that are not the best.
 
     Raises:
-        AgreedError: Rank 0 cannot write next to the first of ``finals``, by which it is tried whether all ranks see it.
+        AgreedError: Rank 0 cannot write next to the first of ``paths``, by which it is tried whether all ranks see it.
     """
     prefix, word = collective.from_rank0('preflight', lambda: (run_prefix(timestamp), uuid.uuid4().hex))
-    url, store = f'{url}/{prefix}', collective.find_store(word)
-    newest, *extra = (final.name for final in finals)
-    destinations = {newest: StoredSaves(url, newest, max_keep, storage_options, log.warning, keep_every=keep_every)}
-    destinations |= {name: StoredSaves(url, name, 1, storage_options, log.warning) for name in extra}
+    url, store = f'{options.upload_to}/{prefix}', collective.find_store(word)
+    newest, *extra = (path.name for path in paths)
+    retention = Retention(options.upload_keep, options.keep_every)
+    destinations = {newest: StoredSaves(url, newest, retention, options.storage_options, log.warning)}
+    destinations |= {name: StoredSaves(url, name, Retention(1), options.storage_options, log.warning) for name in extra}
     # The Hub limits the requests of a user, and rank 0 asks again and again for what the others have uploaded
-    is_shared = all_ranks_see(finals[0], collective) and store is not None and not is_bucket_url(url)
+    is_shared = all_ranks_see(paths[0], collective) and store is not None and not is_bucket_url(url)
     board = UploadBoard(store) if store is not None and is_shared else None
     return Uploads(destinations, log, board, collective.rank, collective.world_size if is_shared else 1).start()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.helpers.ranks.launch import HANG_SECS, until
 from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
+from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, read_pointer, send_file
 from xhf_hooks.runs.ends import upload
 from xhf_hooks.runs.ends.each_save import SaveJob
@@ -33,7 +34,7 @@ class Ranks:
         self._folders = {name: CheckpointFolder(folder / name, 1) for name in NAMES}
         self.ranks, board = [], UploadBoard(dist.HashStore())
         for rank in (0, 1):
-            saves = {name: StoredSaves((folder / 'store').as_uri(), name, -1) for name in NAMES}
+            saves = {name: StoredSaves((folder / 'store').as_uri(), name, Retention(-1)) for name in NAMES}
             log = RunLog(logging.getLogger(f'rank{rank}'), 'test')
             self.ranks.append(Uploads(saves, log, board, rank, 2).start())
             self.ranks[-1]._thread.name = str(rank)
