@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -347,16 +346,11 @@ class Collective:
 
     def _broadcast(self, value: T) -> T:
         """Rank 0's value."""
-        if self.world_size == 1:
-            return value
-        with self._in_touch('exchange'):
-            content = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == 0 else None)), dtype=torch.uint8)
-            length = torch.tensor([content.numel()], device=_HOST)
-            dist.broadcast(length, 0, group=self._group)
-            if self.rank != 0:
-                content = torch.empty(int(length), dtype=torch.uint8, device=_HOST)
-            dist.broadcast(content, 0, group=self._group)
-            return pickle.loads(content.numpy())
+        values = [value]
+        if self.world_size > 1:
+            with self._in_touch('exchange'):
+                dist.broadcast_object_list(values, 0, self._group, _HOST)
+        return values[0]
 
     def _all_gather(self, value: T) -> list[T]:
         values: list[T] = [value] * self.world_size
