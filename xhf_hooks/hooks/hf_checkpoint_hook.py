@@ -11,7 +11,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from mmengine.registry import MODEL_WRAPPERS
+from mmengine.model import is_model_wrapper
 from torch import nn
 
 from xhf_hooks.errors import AgreedError, XhfError
@@ -80,7 +80,7 @@ class HFCheckpointHook(RunFrontend, Hook):
         has_other_saves = has_scores or options.has_unscheduled_saves(runner.max_iters)
         will_miss_scores = options.save_best is not None and not has_scores
         check_schedule(runner, self._schedule, log, has_other_saves, will_miss_scores=will_miss_scores)
-        live = replace(unwrap(runner.model, _wrappers()), run_config=runner.cfg)
+        live = replace(unwrap(runner.model, is_model_wrapper), run_config=runner.cfg)
         unwrapped = choose_weights(live, runner.hooks, self, ema=options.ema, log=log)
         info = RunInfo(
             unwrapped,
@@ -244,11 +244,3 @@ def _warn_about_hooks_of_this_name(runner: Any, log: RunLog) -> None:
         if kind.__name__ == 'HFCheckpointHook' and not issubclass(kind, HFCheckpointHook):
             name = f'{kind.__module__}.{kind.__name__}'
             log.warning(f'custom_hooks also has {name}, and both run: remove it, this hook replaces it')
-
-
-def _wrappers() -> tuple[type, ...]:
-    """All model wrappers registered with MMEngine and its child scopes. Each holds the model as ``module``."""
-    found = list(MODEL_WRAPPERS.module_dict.values())
-    for child in MODEL_WRAPPERS.children.values():
-        found += child.module_dict.values()
-    return tuple(found)

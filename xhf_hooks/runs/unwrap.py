@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +33,11 @@ class Unwrapped:
     run_config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
+def unwrap(model: Any, is_wrapper: Callable[[Any], bool] = lambda model: False) -> Unwrapped:
     """Remove the wrappers of training engines, DDP, FSDP1 and torch.compile, nested in any order.
 
     Args:
-        other_wrappers: More classes that hold the model as ``module``.
+        is_wrapper: Tells more wrappers, which hold the model as ``module``.
 
     Raises:
         InstalledError: The engine is older than the oldest version that works.
@@ -45,7 +45,6 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
     # Here, since it takes half a second, and the converter does without
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrappers: tuple[type[Any], ...] = (DataParallel, DistributedDataParallel, *other_wrappers)
     manifest_fields: dict[str, Any] = {'engine': 'torch'}
     root: nn.Module | None = None
     engine: Any | None = None
@@ -55,7 +54,7 @@ def unwrap(model: Any, other_wrappers: tuple[type, ...] = ()) -> Unwrapped:
             engine, (model, manifest_fields) = model, opened
         elif isinstance(model, FullyShardedDataParallel):
             root, model = root or model, model.module
-        elif isinstance(model, wrappers):
+        elif isinstance(model, (DataParallel, DistributedDataParallel)) or is_wrapper(model):
             model = model.module
         elif isinstance(getattr(model, '_orig_mod', None), nn.Module):
             model = model._orig_mod
