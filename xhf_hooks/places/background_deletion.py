@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import math
-import shutil
 import threading
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 from xhf_hooks.system.threads import lower_priority, wait_until
-
-
-def free_nbytes(folder: Path, needed_nbytes: int, deletions: Iterable[BackgroundDeletion]) -> int:
-    """Free bytes of a disk. While they are fewer than needed, first waits for one deletion after the other."""
-    for deletion in deletions:
-        if shutil.disk_usage(folder).free < needed_nbytes:
-            deletion.wait()
-    return shutil.disk_usage(folder).free
 
 
 class BackgroundDeletion:

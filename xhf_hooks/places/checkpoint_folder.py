@@ -41,7 +41,6 @@ from xhf_hooks.files.manifest import (
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
-from xhf_hooks.places.background_deletion import free_nbytes
 from xhf_hooks.places.file_system import fsync, look_up, new_name, unused
 from xhf_hooks.places.lock import RunLock
 from xhf_hooks.places.pinned_save import PinnedSave, pin_save
@@ -194,7 +193,10 @@ class CheckpointFolder:
         Raises:
             TargetError: It does not.
         """
-        free = free_nbytes(self.path.parent, needed_nbytes, self._deletions)
+        for deletion in self._deletions:
+            if shutil.disk_usage(self.path.parent).free < needed_nbytes:
+                deletion.wait()
+        free = shutil.disk_usage(self.path.parent).free
         if free < needed_nbytes:
             fewer = ', or keep fewer saves' if self.retention.max_keep > 1 else ''
             raise TargetError(

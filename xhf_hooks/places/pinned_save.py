@@ -33,7 +33,8 @@ class PinnedSave:
 
         Does nothing the second time. The disk space is freed when the save itself is deleted, too.
         """
-        self.siblings.delete_pinned(self.path, self.manifest)
+        with self.siblings.warn_instead_of_raising(f'{self.path}, which is no longer read, could not be deleted'):
+            self.siblings.delete(self.path, self.manifest)
 
 
 def pin_save(folder: Path, siblings: SiblingFolders) -> PinnedSave:

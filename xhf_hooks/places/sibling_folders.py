@@ -156,7 +156,7 @@ class SiblingFolders:
         """
         last = (self._newest, newest)  # always stays
         if replaced is not None and saved is None:
-            self._delete(replaced, None)
+            self.delete(replaced, None)
         elif replaced is not None and saved is not None:
             # Superfluous even without other saves, as with max_keep_ckpts=1: no need to name it as an older one first
             is_superfluous = retention.find_superfluous([last, (replaced, saved)]) == [replaced]
@@ -202,17 +202,15 @@ class SiblingFolders:
         if not is_folder(path):
             path.unlink(missing_ok=True)
         elif (saved := read_manifest(path)) is not None:  # a damaged one raises: the folder stays
-            self._delete(path, saved)
+            self.delete(path, saved)
         else:  # incomplete, since the manifest is written last and deleted last
             remove_tree(path)
 
-    def delete_pinned(self, pinned: Path, saved: Manifest) -> None:
-        """Delete the folder of a pinned save. May be called in any thread."""
-        with self.warn_instead_of_raising(f'{pinned}, which is no longer read, could not be deleted'):
-            self._delete(pinned, saved)
+    def delete(self, folder: Path, saved: Manifest | None) -> None:
+        """Delete the files of a save. If there are foreign or changed files, the folder stays with these, renamed.
 
-    def _delete(self, folder: Path, saved: Manifest | None) -> None:
-        """Delete the files of a save. If there are foreign or changed files, the folder stays with these, renamed."""
+        May be called in any thread.
+        """
         files, foreign = _split_files(folder, saved)
         if not foreign:
             remove_tree(folder)

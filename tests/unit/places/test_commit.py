@@ -19,7 +19,7 @@ from xhf_hooks.files import manifest
 from xhf_hooks.files.check import check_folder
 from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.format.index import MANIFEST_NAME
-from xhf_hooks.places import background_deletion, checkpoint_folder, pinned_save, sibling_folders
+from xhf_hooks.places import checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.places.sibling_folders import SiblingFolders
@@ -317,7 +317,7 @@ def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_fu
         shutil.rmtree(path)
         deleted.append(path)
 
-    monkeypatch.setattr(background_deletion.shutil, 'disk_usage', usage)
+    monkeypatch.setattr(shutil, 'disk_usage', usage)
     monkeypatch.setattr(sibling_folders, 'remove_tree', delete_when_asked)
     target, other = (best, newest) if which == 'best' else (newest, best)
     plan = tiny_plan()
