@@ -301,14 +301,6 @@ class Collective:
 
         return finish
 
-    def find_store(self, name: str) -> dist.Store | None:
-        """A key-value store of all ranks, which outlives the connections; None with MPI, or a single rank.
-
-        Args:
-            name: Was never used before.
-        """
-        return find_store(f'xhf_hooks/{name}') if self.world_size > 1 else None
-
     def close(self) -> None:
         """Destroy the group; a shared one stays open. Waits for no rank: those that still wait for this one fail."""
         if self._shared_as is None:

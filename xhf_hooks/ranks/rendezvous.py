@@ -26,7 +26,7 @@ _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 0.0005, 0.2
 
 
 def find_store(prefix: str) -> dist.Store | None:
-    """A part of the key-value store of the process group; None if there is none, as with MPI."""
+    """A part of the key-value store of the process group, which outlives connections; None if there is none (MPI)."""
     try:
         return dist.PrefixStore(prefix, _get_default_store())
     except (AttributeError, ValueError):

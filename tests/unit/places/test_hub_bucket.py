@@ -152,9 +152,8 @@ def test_storage_options_are_those_of_the_library(hub):
 @pytest.mark.parametrize(('url', 'n_ranks'), [(URL, 1), ('memory://run', 4)])
 def test_rank_0_sends_all_to_the_hub_which_limits_requests(hub, tmp_path, monkeypatch, url, n_ranks):
     monkeypatch.setattr(upload, 'all_ranks_see', lambda path, collective: True)
-    ranks: Any = SimpleNamespace(
-        world_size=4, rank=0, from_rank0=lambda stage, decide: decide(), find_store=lambda name: HashStore()
-    )
+    monkeypatch.setattr(upload, 'find_store', lambda name: HashStore())
+    ranks: Any = SimpleNamespace(world_size=4, rank=0, from_rank0=lambda stage, decide: decide())
     log = RunLog(logging.getLogger('test'), 'test')
     uploads = start_uploads(RunOptions(upload_to=url), [tmp_path / 'hf_model'], ranks, log, None)
     assert uploads._n_ranks == n_ranks

@@ -22,7 +22,7 @@ from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, run_prefix, send_file
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
-from xhf_hooks.ranks.rendezvous import store_has
+from xhf_hooks.ranks.rendezvous import find_store, store_has
 from xhf_hooks.runs.access import all_ranks_see
 from xhf_hooks.runs.ends.each_save import EachSave, SaveJob
 
@@ -261,7 +261,7 @@ def start_uploads(
         AgreedError: Rank 0 cannot write next to the first of ``paths``, by which it is tried whether all ranks see it.
     """
     prefix, word = collective.from_rank0('preflight', lambda: (run_prefix(timestamp), uuid.uuid4().hex))
-    url, store = f'{options.upload_to}/{prefix}', collective.find_store(word)
+    url, store = f'{options.upload_to}/{prefix}', find_store(f'xhf_hooks/{word}')
     newest, *extra = (path.name for path in paths)
     retention = Retention(options.upload_keep, options.keep_every)
     destinations = {newest: StoredSaves(url, newest, retention, options.storage_options, log.warning)}
