@@ -117,3 +117,8 @@ def model_class(model: nn.Module) -> type[nn.Module]:
     if len(bases) > 2 and bases[1].__name__ == 'FSDPModule':
         return bases[getattr(type(model), '_orig_cls_mro_index', 2)]
     return type(model)
+
+
+def is_class_of(kind: type, package: str, name: str) -> bool:
+    """Whether the type is, or derives from, a package's class of this name, in whatever module that version has it."""
+    return any(base.__name__ == name and base.__module__.startswith(f'{package}.') for base in kind.__mro__)

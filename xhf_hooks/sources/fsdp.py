@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError, TensorError
-from xhf_hooks.model import modules_in, parameters_of
+from xhf_hooks.model import is_class_of, modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.sources.base import LocalElements
@@ -60,9 +60,9 @@ class Fsdp2Source(WholeTensorsSource):
     @classmethod
     def accepts(cls, model: nn.Module) -> bool:
         modules = modules_in(model)
-        if any(_is_class_of_torch(each, 'FSDPModule') for each in set(map(type, modules))):
+        if any(is_class_of(each, 'torch.distributed', 'FSDPModule') for each in set(map(type, modules))):
             return True
-        return any(_is_class_of_torch(each, 'DTensor') for each in set(map(type, parameters_of(modules))))
+        return any(is_class_of(each, 'torch.distributed', 'DTensor') for each in set(map(type, parameters_of(modules))))
 
     def spread_of(self, tensor: torch.Tensor) -> Spread | None:
         if _is_whole(tensor):
@@ -215,13 +215,8 @@ def _fsdp_modules(model: nn.Module) -> list[FullyShardedDataParallel]:
     return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
 
 
-def _is_class_of_torch(cls: type, name: str) -> bool:
-    """Whether the type is torch.distributed's class of this name; before torch 2.6 it is in another module."""
-    return any(base.__name__ == name and base.__module__.startswith('torch.distributed.') for base in cls.__mro__)
-
-
 def _is_whole(tensor: torch.Tensor) -> bool:
-    return not _is_class_of_torch(type(tensor), 'DTensor')
+    return not is_class_of(type(tensor), 'torch.distributed', 'DTensor')
 
 
 def _row_splits(tensor: DTensor, strides: tuple[int, ...] | None) -> list[tuple[int, int]] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from xhf_hooks.errors import ModelError
-from xhf_hooks.model import modules_in, parameters_of
+from xhf_hooks.model import is_class_of, modules_in, parameters_of
 from xhf_hooks.planning.spread import Spread
 from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.ranks.collective import Collective
@@ -63,16 +63,16 @@ def refuse_other_parallelism(model: nn.Module) -> None:
     Raises:
         ModelError: The message names the kind of parallelism, and what to do instead.
     """
-    if _is_deepspeeds(type(model), 'PipelineModule'):
+    if is_class_of(type(model), 'deepspeed', 'PipelineModule'):
         raise ModelError(
             f'{type(model).__name__}: expected the same layers on every rank, found pipeline parallelism of DeepSpeed '
             f'(PipelineModule). Train a PreTrainedModel with {_USE_ZERO_3}'
         )
     modules = modules_in(model)
     parameters = [*parameters_of(modules)]
-    has_experts = any(_is_deepspeeds(each, 'AutoEPMoELayer') for each in set(map(type, modules)))
-    if has_experts or any(map(_is_of_some_ranks, parameters)):
-        experts = [name for name, module in model.named_modules() if _is_deepspeeds(type(module), 'AutoEPMoELayer')]
+    of_experts = {each for each in set(map(type, modules)) if is_class_of(each, 'deepspeed', 'AutoEPMoELayer')}
+    if of_experts or any(map(_is_of_some_ranks, parameters)):
+        experts = [name for name, module in model.named_modules() if type(module) in of_experts]
         experts += [name for name, parameter in model.named_parameters() if _is_of_some_ranks(parameter)]
         raise ModelError(
             f'{experts[0]}: expected the same experts on every rank, found expert parallelism of DeepSpeed '
@@ -157,7 +157,3 @@ def _is_of_some_ranks(parameter: torch.Tensor) -> bool:
     from deepspeed.utils import groups
 
     return groups._get_expert_parallel_world_size(parameter.group_name) > 1
-
-
-def _is_deepspeeds(cls: type, name: str) -> bool:
-    return any(base.__name__ == name and base.__module__.startswith('deepspeed.') for base in cls.__mro__)
