@@ -178,27 +178,16 @@ def with_older_fields(
     base = {} if base_model is None or not converts_weights() else base_model.read_json('config.json')
     if base.get('model_type') != content.get('model_type'):
         base = {}
-    kept = _keep_fields_of_base(config, content, base)
-    parts = [*_parts('', config, content)]
-    named = [named for _, part, fields in parts for named in (_name_experts(part, fields), _name_layers(part, fields))]
+    for name, part, fields in [*_parts('', config, content)]:
+        fields.update(_read_alike(part, fields, _fields_below(name, base)))
+    for _, part, fields in [*_parts('', config, content)]:
+        _name_experts(part, fields)
+        _name_layers(part, fields)
     warnings = _add_older_rope(config, content, base)
     warnings += _warn_of_unread(content, has_base=bool(base))
-    if kept or any(named) or any(isinstance(fields.get(_ROPE), dict) for _, _, fields in parts):
+    if content != strict_json.parse(saved, 'config.json'):
         saved = (json.dumps(content, indent=2, sort_keys=True) + '\n').encode()  # as transformers does
     return saved, warnings
-
-
-def _keep_fields_of_base(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> bool:
-    """Have the base's fields in the content of config.json, as the base has them; returns whether any was added.
-
-    Only where the class reads the same config then, and where training has not changed what it makes of the field.
-    """
-    is_changed = False
-    for name, part, fields in [*_parts('', config, content)]:
-        kept = _read_alike(part, fields, _fields_below(name, base))
-        fields.update(kept)
-        is_changed = is_changed or bool(kept)
-    return is_changed
 
 
 def _fields_below(name: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -213,7 +202,7 @@ def _read_alike(config: PretrainedConfig, fields: Mapping[str, Any], base: Mappi
     """The base's fields that differ, and with which the class reads the same config.
 
     A field that is not written at all is one of them only if the class reads it, and makes the same of it as for the
-    base. Those of RoPE are left to :func:`_add_older_rope`.
+    base: else training has changed that. Those of RoPE are left to :func:`_add_older_rope`.
     """
     kept: dict[str, Any] = {}
     others = base.keys() - _NOT_KEPT - _ROPE_WORDS
@@ -234,29 +223,23 @@ def _read_alike(config: PretrainedConfig, fields: Mapping[str, Any], base: Mappi
     return kept
 
 
-def _name_experts(config: PretrainedConfig, fields: dict[str, Any]) -> bool:
+def _name_experts(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     """Add the number of experts as Qwen3-MoE and its kin called it before transformers 5, for models without a base."""
     older, now = 'num_experts', 'num_local_experts'
     is_renamed = config.model_type.startswith('qwen3') and config.attribute_map.get(older) == now
-    if not is_renamed or now not in fields or older in fields:
-        return False
-    fields[older] = fields[now]
-    return True
+    if is_renamed and now in fields:
+        fields.setdefault(older, fields[now])
 
 
-def _name_layers(config: PretrainedConfig, fields: dict[str, Any]) -> bool:
+def _name_layers(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     """Name kinds of layers as GraniteMoeHybrid did before transformers 5, for models without a base."""
     kinds, older = fields.get('layer_types'), older_layer_types(config)
     renamed = [older.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else None
     if renamed in (None, kinds):
-        return False
-    try:
-        is_proven = _as_read(config, {**fields, 'layer_types': renamed}) == _as_read(config, fields)
-    except Exception:  # classes may be custom code, and refuse with any error
-        is_proven = False
-    if is_proven:
-        fields['layer_types'] = renamed
-    return is_proven
+        return
+    with suppress(Exception):  # classes may be custom code, and refuse with any error
+        if _as_read(config, {**fields, 'layer_types': renamed}) == _as_read(config, fields):
+            fields['layer_types'] = renamed
 
 
 def _warn_of_unread(content: Mapping[str, Any], *, has_base: bool) -> list[str]:
