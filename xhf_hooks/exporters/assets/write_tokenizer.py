@@ -40,7 +40,7 @@ from xhf_hooks.format.loaded_files import (
     TOKENIZER_JSON,
     TRANSFORMERS_TOKENIZER_FILES,
 )
-from xhf_hooks.system.files import errors_naming
+from xhf_hooks.system.files import errors_naming, write_missing
 
 _OF_PROCESSOR = (*PROCESSOR_FILES, PROCESSOR_TEMPLATE, CHAT_TEMPLATE)
 #: Fields that say how the tokenizer was loaded, which transformers 5 saves with it.
@@ -97,10 +97,8 @@ def copy_processor(folder: Path, tokenizer: Any | None, base_model: LocatedBase)
     names = [name for name in PROCESSOR_FILES if base_model.has_file(name)]
     if names and getattr(tokenizer, 'chat_template', None) in (None, _chat_template(base_model)):
         names.append(PROCESSOR_TEMPLATE)  # it would override one that was replaced
-    for name in names:
-        content = base_model.read_file(name)
-        if content is not None and not (folder / name).exists():
-            (folder / name).write_bytes(content)
+    found = {name: base_model.read_file(name) for name in names}
+    write_missing(folder, {name: content for name, content in found.items() if content is not None})
 
 
 def _chat_template(base_model: LocatedBase) -> str | dict[str, str] | None:
