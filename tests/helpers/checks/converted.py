@@ -14,6 +14,17 @@ def convert(*args: str | Path) -> Path:
     return Path(args[1])
 
 
+def refused(capsys: Any, *args: str | Path) -> str:
+    """Run the command, which must refuse its arguments and write nothing; returns the one line that says why."""
+    from xhf_hooks.cli.convert import BAD_INPUT, main
+
+    capsys.readouterr()
+    assert main([str(arg) for arg in args]) == BAD_INPUT
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('xhf-convert: ')]
+    assert not Path(args[1]).exists()
+    return line
+
+
 def base_of(family: str, folder: Path) -> Path:
     """Save a model of `tests.helpers.models.families` as a base on the Hub: with the dtypes of its parts."""
     from tests.helpers.models.families import MODELS

@@ -4,6 +4,7 @@ import copy
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,34 @@ def with_base(model, folder: Path, **config):
     base.save_pretrained(folder)
     model.config._name_or_path = str(folder)
     return model
+
+
+def with_whole_base(model: Any, folder: Path) -> Any:
+    """Makes ``folder`` the base that ``model`` was loaded from, with weights."""
+    model.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Replace the tensors of a folder by what ``edit`` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / 'model.safetensors'
+    save_file(edit(load_file(file)), file, {'format': 'pt'})
+
+
+def rename_tensors(folder: Path, now: str, before: str) -> None:
+    """Give tensors of a folder the names that an older version wrote.
+
+    Args:
+        now: What stands in some of their names.
+        before: What stood there before.
+    """
+
+    def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        older = {name.replace(now, before): tensor for name, tensor in tensors.items()}
+        assert older.keys() != tensors.keys()
+        return older
+
+    edit_tensors(folder, renamed)

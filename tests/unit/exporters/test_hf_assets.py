@@ -9,10 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-import transformers
-from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,12 +31,14 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from tests.helpers.checks.compare import assert_same_tensors
+from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
+from tests.helpers.checks.config_fields import dtype_in
 from tests.helpers.checks.converted import assert_same_files
 from tests.helpers.models.adapted import adapted, around, planned, written
 from tests.helpers.models.families import MODELS
-from tests.helpers.models.model_folder import edit_json, with_base
+from tests.helpers.models.model_folder import edit_json, edit_tensors, with_base, with_whole_base
 from tests.helpers.models.own_classes import WithMore
+from tests.helpers.models.remote_code import use_hub_cache
 from tests.helpers.models.sentences import WEIGHTS, First, Halved, Pooling, Projection, Sentences
 from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
@@ -58,21 +58,18 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding='utf-8'))
 
 
-def dtype_of(config: dict) -> str:
-    return config.get('dtype', config.get('torch_dtype'))
-
-
 # config.json
 
 
 def test_dtype_of_parts(tmp_path):
     """A part's own dtype would win over the option when the folder is loaded."""
     model = build('llava')
+    field = 'dtype' if hasattr(model.config.text_config, 'dtype') else 'torch_dtype'
     for part in (model.config.text_config, model.config.vision_config):
-        setattr(part, 'dtype' if hasattr(part, 'dtype') else 'torch_dtype', torch.float32)
+        setattr(part, field, torch.float32)
     written(tmp_path, model, dtype='BF16')
     config = read_json(tmp_path / 'config.json')
-    assert {dtype_of(config), dtype_of(config['text_config']), dtype_of(config['vision_config'])} == {'bfloat16'}
+    assert {part[field] for part in (config, config['text_config'], config['vision_config'])} == {'bfloat16'}
 
 
 @pytest.mark.parametrize('base', [True, False])
@@ -243,14 +240,10 @@ def test_what_lies_beside_a_base_of_the_same_class(kind, tmp_path):
 
 def test_tensors_of_the_base_that_the_class_does_not_have(tmp_path):
     """As the layers for multi-token prediction of MiMo and Qwen3-Next, which no field of config.json announces."""
-    model = build('llama')
-    model.save_pretrained(tmp_path / 'base')
-    model.config._name_or_path = str(tmp_path / 'base')
+    model = with_whole_base(build('llama'), tmp_path / 'base')
     assert written(tmp_path / 'found', model) == []
-    path = tmp_path / 'base' / 'model.safetensors'
-    tensors = load_file(path)
     more = {'model.mtp_layers.0.proj.weight': torch.ones(2), 'model.layers.0.self_attn.q_proj.scale': torch.ones(1)}
-    save_file({**tensors, **more}, path, {'format': 'pt'})
+    edit_tensors(tmp_path / 'base', lambda tensors: {**tensors, **more})
     (warning,) = written(tmp_path / 'found', model)
     assert warning == (
         f"the save lacks 1 tensor of the base model '{tmp_path}/base', for which LlamaForCausalLM of transformers has "
@@ -279,13 +272,9 @@ NOT_MISSED = {
 
 @pytest.mark.parametrize('family', NOT_MISSED)
 def test_tensors_that_no_reader_misses(family, tmp_path):
-    model = build(family, models=MODELS)
-    model.save_pretrained(tmp_path / 'base')
-    model.config._name_or_path = str(tmp_path / 'base')
-    path = tmp_path / 'base' / 'model.safetensors'
-    tensors = load_file(path)
-    more = NOT_MISSED[family](tensors)
-    save_file({**tensors, **more}, path, {'format': 'pt'})
+    model = with_whole_base(build(family, models=MODELS), tmp_path / 'base')
+    more = NOT_MISSED[family](folder_tensors(tmp_path / 'base'))
+    edit_tensors(tmp_path / 'base', lambda tensors: {**tensors, **more})
     assert more and written(tmp_path / 'found', model) == []
     exporter, specs = HuggingFaceExporter(model, None), source_for(model).specs()
     without, export = (exporter.export(ExportRequest(specs, carry_base=option)) for option in (None, 'all'))
@@ -296,13 +285,10 @@ def test_tensors_that_no_reader_misses(family, tmp_path):
 
 def test_ignored_layers_for_multi_token_prediction_are_copied(tmp_path, monkeypatch):
     """As of DeepSeek-V3, whose class lists them as ignored."""
-    model = build('llama')
+    model = with_whole_base(build('llama'), tmp_path / 'base')
     layer = f'model.layers.{model.config.num_hidden_layers}.mlp.up_proj.weight'
     monkeypatch.setattr(type(model), '_keys_to_ignore_on_load_unexpected', [layer])
-    model.save_pretrained(tmp_path / 'base')
-    model.config._name_or_path = str(tmp_path / 'base')
-    path = tmp_path / 'base' / 'model.safetensors'
-    save_file({**load_file(path), layer: torch.ones(2)}, path, {'format': 'pt'})
+    edit_tensors(tmp_path / 'base', lambda tensors: {**tensors, layer: torch.ones(2)})
     (warning,) = written(tmp_path / 'found', model)
     assert layer in warning
     export = HuggingFaceExporter(model, None).export(ExportRequest(source_for(model).specs(), carry_base='all'))
@@ -512,10 +498,7 @@ def test_the_revision_of_a_base_in_the_hub_cache(revisions, is_protected_first, 
         build('llama').save_pretrained(repository / 'snapshots' / commit)
         tokenizer(n_tokens).save_pretrained(repository / 'snapshots' / commit)
         (repository / 'refs' / ref).write_text(commit)
-    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'hub'))
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-    if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 has a constant of its own
-        monkeypatch.setattr(transformers.utils.hub, 'TRANSFORMERS_CACHE', str(tmp_path / 'hub'))
+    use_hub_cache(tmp_path / 'hub', monkeypatch)
     model = AutoModelForCausalLM.from_pretrained('organization/base', revision='v2')
     if is_protected_first:  # as in a run with LoRA, whose exporter asks for its base later
         (protected,) = base_dirs_of(model)
@@ -664,5 +647,4 @@ def test_the_dtype_of_a_merged_model_is_that_of_what_is_written(tmp_path):
     exporter = planned(adapted, lora='merge')
     exporter.write_hf_assets(tmp_path, None, ())
     adapted.merge_and_unload().save_pretrained(tmp_path / 'expected')
-    found, expected = (dtype_of(read_json(folder / 'config.json')) for folder in (tmp_path, tmp_path / 'expected'))
-    assert found == expected == 'float32'
+    assert dtype_in(tmp_path) == dtype_in(tmp_path / 'expected') == 'float32'

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from transformers import BertForSequenceClassification
 
+from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.adapted import Planned, adapted, around, planned
 from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer, with_base
@@ -283,8 +283,7 @@ def test_what_is_saved_is_what_state_dict_lists(kind, tmp_path):
         model.part.state = torch.tensor([7.0, 8.0])
     save_hf(model, tmp_path / 'saved')
     model.save_pretrained(tmp_path / 'expected')
-    found, expected = (load_file(tmp_path / name / 'model.safetensors') for name in ('saved', 'expected'))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert_same_folder_tensors(tmp_path / 'saved', tmp_path / 'expected')
     if kind is HasExtraState:
         assert kind.from_pretrained(tmp_path / 'saved').part.state.tolist() == [7.0, 8.0]
 
@@ -308,8 +307,7 @@ def test_a_class_that_its_config_alone_does_not_build(is_tied, lora, tmp_path, c
     )
     expected = model if lora is None else copy.deepcopy(trained).merge_and_unload()
     expected.save_pretrained(tmp_path / 'expected')
-    found, wanted = (load_file(tmp_path / name / 'model.safetensors') for name in ('saved', 'expected'))
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert_same_folder_tensors(tmp_path / 'saved', tmp_path / 'expected')
     loaded = HasWidth.from_pretrained(tmp_path / 'saved', width=8)
     ids = torch.arange(6)[None]
     assert torch.allclose(loaded(ids), trained(input_ids=ids), atol=1e-4)

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import transformers
-from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.adapted import adapt, written
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import rename_tensors
 from tests.helpers.models.zoo import MROPE, build, small_config
 from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import converts_weights
 
-of_5 = pytest.mark.skipif(not converts_weights(), reason='transformers 4 writes what it reads')
+pytestmark = [
+    pytest.mark.modern_only,
+    pytest.mark.skipif(not converts_weights(), reason='transformers 4 writes what it reads'),
+]
 
 MAE = dict(decoder_hidden_size=40, decoder_num_hidden_layers=2, decoder_num_attention_heads=4)
 MAE = {**MAE, 'hidden_size': 40, 'num_attention_heads': 4, 'decoder_intermediate_size': 72}
@@ -26,8 +29,6 @@ def told(folder: Path, model: transformers.PreTrainedModel) -> list[str]:
     return [line for line in written(folder, model) if 'transformers 4' in line or 'Older versions' in line]
 
 
-@pytest.mark.modern_only
-@of_5
 @pytest.mark.parametrize('kind', ['CLIPVisionModel', 'CLIPTextModel', 'SiglipVisionModel'])
 def test_a_tower_by_itself(kind, tmp_path):
     (warning,) = told(tmp_path, getattr(transformers, kind)(small_config(kind, {})))
@@ -36,8 +37,6 @@ def test_a_tower_by_itself(kind, tmp_path):
     assert f"(without '{prefix}')" in warning
 
 
-@pytest.mark.modern_only
-@of_5
 def test_a_tower_of_another_class_at_a_path_of_that_name(tmp_path):
     """DeepSeek-VL has a SiglipVisionModel as ``vision_model``; CLIPModel has a tower of its own there."""
     kind = 'DeepseekVLForConditionalGeneration'
@@ -51,8 +50,6 @@ def test_a_tower_of_another_class_at_a_path_of_that_name(tmp_path):
     assert told(tmp_path / 'clip', build('clip', models=MODELS)) == []
 
 
-@pytest.mark.modern_only
-@of_5
 def test_a_head_that_is_tied_by_another_config_than_the_text_models(tmp_path):
     """The outer config of InternVL ties by default since transformers 5, that of its text model does not."""
     model = build('internvl', models=MODELS)
@@ -67,8 +64,6 @@ def test_a_head_that_is_tied_by_another_config_than_the_text_models(tmp_path):
     assert 'is True, but lm_head.weight' in warning and 'is not tied' in warning
 
 
-@pytest.mark.modern_only
-@of_5
 def test_heads_that_are_what_the_config_says(tmp_path):
     """Also a tied one that an adapter has changed, so that it is tied no longer."""
     for family in ('llama', 'llama_tied', 'qwen2', 't5', 'bert', 'bart', 'gemma3', 'gemma3_untied', 'whisper'):
@@ -78,8 +73,6 @@ def test_heads_that_are_what_the_config_says(tmp_path):
     assert [line for line in merged.warnings if 'transformers 4' in line] == []
 
 
-@pytest.mark.modern_only
-@of_5
 def test_experts_that_transformers_5_has_transposed(tmp_path):
     text = {'rope_scaling': {**MROPE['rope_scaling'], 'rope_type': 'default', 'mrope_interleaved': True}}
     text = {**text, 'tie_word_embeddings': False}
@@ -91,30 +84,18 @@ def test_experts_that_transformers_5_has_transposed(tmp_path):
     assert 'it has them transposed' in warning
 
 
-def renamed(folder: Path, now: str, before: str) -> None:
-    """Give tensors of a folder the names that they had before."""
-    file = folder / 'model.safetensors'
-    tensors = {name.replace(now, before): tensor for name, tensor in load_file(file).items()}
-    assert tensors.keys() != load_file(file).keys()
-    save_file(tensors, file, {'format': 'pt'})
-
-
-@pytest.mark.modern_only
-@of_5
 def test_names_that_are_not_those_of_the_base(tmp_path):
     """transformers 5 writes the layers of ViTMAE's decoder under a name that no version before had."""
     model = transformers.ViTMAEForPreTraining(small_config('ViTMAEForPreTraining', MAE))
     (warning,) = told(tmp_path / 'built', model)
     assert warning.startswith('transformers 4 does not read this vit_mae as it was trained: it finds the layers')
     model.save_pretrained(tmp_path / 'base')
-    renamed(tmp_path / 'base', 'decoder.decoder_encoder.layer.', 'decoder.decoder_layers.')
+    rename_tensors(tmp_path / 'base', 'decoder.decoder_encoder.layer.', 'decoder.decoder_layers.')
     (warning,) = told(tmp_path / 'loaded', type(model).from_pretrained(tmp_path / 'base'))
     assert warning.startswith('32 tensors of the save have another name than in the base model')
     assert 'is decoder.decoder_layers.0.' in warning
 
 
-@pytest.mark.modern_only
-@of_5
 @pytest.mark.parametrize(
     ('family', 'now', 'before'),
     [('bert', 'LayerNorm.weight', 'LayerNorm.gamma'), ('gpt2', 'transformer.', '')],
@@ -126,7 +107,7 @@ def test_names_of_a_base_that_every_version_reads(family, now, before, tmp_path)
         model.config.tie_word_embeddings = False
         model = type(model)(model.config)
     model.save_pretrained(tmp_path / 'base')
-    renamed(tmp_path / 'base', now, before)
+    rename_tensors(tmp_path / 'base', now, before)
     assert told(tmp_path / 'loaded', type(model).from_pretrained(tmp_path / 'base')) == []
     model.config._name_or_path = str(tmp_path / 'base')  # its weights were loaded in another way
     assert told(tmp_path / 'built', model) == []

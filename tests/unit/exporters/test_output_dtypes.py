@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.config_fields import dtype_in
+from tests.helpers.models.model_folder import rename_tensors
 from tests.helpers.models.zoo import available, build
 from xhf_hooks import save_hf
 from xhf_hooks.errors import AgreedError
@@ -71,8 +72,7 @@ def test_base_with_other_names_in_memory(family, tmp_path):
     expected = dtypes_of(base)
     model = loaded(base, torch.bfloat16, family)
     if family == 'gpt2':
-        tensors = {name.removeprefix('transformer.'): t for name, t in load_file(base / 'model.safetensors').items()}
-        save_file(tensors, base / 'model.safetensors', metadata={'format': 'pt'})
+        rename_tensors(base, 'transformer.', '')
     save_hf(model, tmp_path / 'hf_model', dtype='base')
     assert dtypes_of(tmp_path / 'hf_model') == expected
     assert len(set(expected.values())) == 2

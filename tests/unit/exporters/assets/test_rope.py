@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.config_fields import config_fields
 from tests.helpers.models.adapted import written
 from tests.helpers.models.families import MODELS
+from tests.helpers.models.model_folder import edit_tensors, with_base, with_whole_base
 from tests.helpers.models.zoo import build, small_config
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.exporters.hf_assets import write_config
@@ -100,31 +101,22 @@ def test_no_warning_of_a_rope_that_no_class_reads(tmp_path):
     )
 
 
-@pytest.mark.modern_only
 def test_a_config_that_holds_an_infinite_number(tmp_path):
     """As those of FalconH1, Bamba and GraniteMoeHybrid: JSON has none, so transformers writes it in words."""
     config = transformers.FalconH1Config(rope_parameters={'rope_type': 'default', 'rope_theta': 1e11})
-    assert older_rope_of(config, tmp_path) == ([], 1e11)
-
-
-def older_rope_of(config: Any, folder: Path) -> tuple[list[str], float | None]:
-    """The warnings, and rope_theta in config.json."""
-    warnings = write_config(folder, config)
-    return warnings, json.loads((folder / 'config.json').read_text()).get('rope_theta')
+    assert write_config(tmp_path, config) == [] and config_fields(tmp_path)['rope_theta'] == 1e11
 
 
 # Fields of the base
 
 
 def test_what_the_base_calls_otherwise_is_kept_unless_training_has_changed_it(tmp_path):
-    model = build('qwen3_moe')
+    model = with_base(build('qwen3_moe'), tmp_path / 'base')
     experts = model.config.num_local_experts
-    model.config.save_pretrained(tmp_path / 'base')
     fields = config_fields(tmp_path / 'base')
     rope = fields.pop('rope_parameters')
     older = {'rope_theta': rope['rope_theta'], 'rope_scaling': None, 'num_experts': fields.pop('num_local_experts')}
     (tmp_path / 'base' / 'config.json').write_text(json.dumps({**fields, **older, 'attention_dropout': 0.5}))
-    model.config._name_or_path = str(tmp_path / 'base')
     assert [line for line in written(tmp_path / 'same', model) if 'rope' in line] == []
     found = config_fields(tmp_path / 'same')
     assert {name: found.get(name, 'missing') for name in older} == older and found['num_local_experts'] == experts
@@ -180,14 +172,13 @@ def test_two_thetas_where_transformers_4_has_one(tmp_path):
 
 def test_tensors_in_another_form_than_in_the_base_are_named(tmp_path):
     """As the experts of Qwen3-VL-MoE, which transformers 5 saves transposed."""
-    model = build('llama')
-    model.save_pretrained(tmp_path / 'base')
-    model.config._name_or_path = str(tmp_path / 'base')
-    path, name = tmp_path / 'base' / 'model.safetensors', 'model.layers.0.mlp.up_proj.weight'
-    tensors = load_file(path)
-    tensors[name] = tensors[name].T.contiguous()
-    tensors['model.embed_tokens.weight'] = tensors['model.embed_tokens.weight'][1:]  # rows may differ
-    save_file(tensors, path, {'format': 'pt'})
+    model, name = with_whole_base(build('llama'), tmp_path / 'base'), 'model.layers.0.mlp.up_proj.weight'
+
+    def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        embeddings = tensors['model.embed_tokens.weight'][1:]  # rows may differ
+        return {**tensors, name: tensors[name].T.contiguous(), 'model.embed_tokens.weight': embeddings}
+
+    edit_tensors(tmp_path / 'base', changed)
     (warning,) = (line for line in written(tmp_path / 'found', model) if 'shape' in line)
     shape = tuple(model.get_parameter(name).shape)
     assert warning.startswith(

@@ -14,6 +14,7 @@ from tests.helpers.checks.converted import (
     checkpoint_of,
     config_of,
     convert,
+    refused,
 )
 from tests.helpers.models.adapted import KINDS, adapt, is_known_to_peft
 from tests.helpers.models.families import MODELS
@@ -23,7 +24,6 @@ from tests.helpers.models.zoo import available
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from tests.helpers.tiers import split_tiers
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
 from xhf_hooks.offline.model.frozen import dtype_of_frozen
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.sources.stored_tensors import StoredTensor
@@ -56,9 +56,8 @@ def test_an_init_that_edits_the_base_is_not_merged_into_the_base_of_before(tmp_p
     live = adapted_of(tmp_path / 'base', 'llama', init_lora_weights=init)
     checkpoint = checkpoint_of(live, tmp_path / 'run')
     for mode in ('merge', 'both'):
-        assert main([str(checkpoint), str(tmp_path / 'out'), '--lora', mode]) == 2
-        assert f'init_lora_weights={init!r}' in (said := capsys.readouterr().err) and str(tmp_path / 'base') in said
-        assert not (tmp_path / 'out').exists()
+        line = refused(capsys, checkpoint, tmp_path / 'out', '--lora', mode)
+        assert f'init_lora_weights={init!r}' in line and str(tmp_path / 'base') in line
     assert_converted_as_by_the_hook(checkpoint, live, tmp_path, 'adapter')
     assert f'{tmp_path / "base"} before training' in capsys.readouterr().err
 
@@ -156,5 +155,5 @@ def test_what_is_trained_outside_of_the_adapter(outside, layout, tmp_path, capsy
     assert config_of(out) == config_of(tmp_path / 'hook')
     assert 'mask_decoder.weight' in capsys.readouterr().err
     if layout == 'deepspeed' or outside == 'all':
-        assert main([str(checkpoint), str(tmp_path / 'none'), '--lora', 'adapter']) == 2
-        assert 'trained tensors outside of the adapter would be lost' in capsys.readouterr().err
+        line = refused(capsys, checkpoint, tmp_path / 'none', '--lora', 'adapter')
+        assert 'trained tensors outside of the adapter would be lost' in line

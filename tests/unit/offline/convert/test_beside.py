@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.helpers.checks.config_fields import dtype_in
-from tests.helpers.checks.converted import assert_same_files, base_of, checkpoint_of, convert
+from tests.helpers.checks.converted import assert_same_files, base_of, checkpoint_of, convert, refused
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_manifest
 from tests.helpers.models.zoo import build
@@ -280,15 +280,15 @@ def test_a_file_beside_that_is_no_config_stops_nothing(base, tmp_path, capsys, t
     (tmp_path / 'train.py').write_bytes(STRAY[text])
     convert(checkpoint, tmp_path / 'a', '--base', base)
     assert f'not read: {tmp_path / "train.py"}: ' in capsys.readouterr().err
-    assert main([str(checkpoint), str(tmp_path / 'b')]) == 2
-    assert f'no config was found (not read: {tmp_path / "train.py"}: ' in capsys.readouterr().err
+    line = refused(capsys, checkpoint, tmp_path / 'b')
+    assert f'no config was found (not read: {tmp_path / "train.py"}: ' in line
     dumped = tmp_path / '2024' / 'vis_data' / 'config.py'
     dumped.parent.mkdir(parents=True)
     dumped.write_text(xtuners(base))
     os.utime(dumped, (1, 1))
     convert(checkpoint, tmp_path / 'c')
     assert 'not read' not in capsys.readouterr().err
-    assert main([str(checkpoint), str(tmp_path / 'd'), '--config', str(tmp_path / 'train.py')]) == 2
+    refused(capsys, checkpoint, tmp_path / 'd', '--config', tmp_path / 'train.py')
 
 
 @pytest.mark.parametrize('suffix', ['.json', '.yaml'])
@@ -365,8 +365,7 @@ def test_where_the_visual_encoder_was_moved_the_remedy_is_not_base(base, tmp_pat
     """--base is that of the llm."""
     kind = 'transformers.CLIPVisionModel.from_pretrained'
     encoder = f"visual_encoder=dict(type={kind!r}, pretrained_model_name_or_path='/old/clip'),"
-    assert main([str(run_of(tmp_path, xtuners(base, model=encoder))), str(tmp_path / 'out')]) == 2
-    said = capsys.readouterr().err
+    said = refused(capsys, run_of(tmp_path, xtuners(base, model=encoder)), tmp_path / 'out')
     assert '/old/clip (model.visual_encoder.pretrained_model_name_or_path of' in said and '--base' not in said
     assert 'set model.visual_encoder.pretrained_model_name_or_path in it, and give it with --config' in said
 

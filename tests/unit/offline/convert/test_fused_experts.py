@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
-from tests.helpers.checks.converted import config_of, convert
+from tests.helpers.checks.converted import config_of, convert, refused
 from tests.helpers.models import xtuner_v1, zoo
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.runs.made_checkpoint import save_dcp
-from xhf_hooks.cli.convert import main
 
 pytestmark = pytest.mark.modern_only  # the stand-in has Qwen3's names
 
@@ -45,9 +44,7 @@ def test_where_it_is_not_or_cannot_they_are_refused(folders, tmp_path, capsys):
     weights, trained = folders
 
     def refusal(*options):
-        assert main([str(weights), str(tmp_path / 'out'), '--base', str(trained), *options]) == 2
-        assert not (tmp_path / 'out').exists()
-        return capsys.readouterr().err
+        return refused(capsys, weights, tmp_path / 'out', '--base', trained, *options)
 
     with mock.patch.dict(sys.modules, {'xtuner.v1.model': None}):
         line = refusal()

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
-from tests.helpers.checks.converted import convert
+from tests.helpers.checks.converted import convert, refused
 from tests.helpers.models.zoo import ODD, ODD_ENCODER, small_config
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from tests.helpers.tiers import split_tiers
@@ -60,11 +60,6 @@ def from_backbone(tmp_path):
         return kind.from_pretrained(tmp_path / 'base', ignore_mismatched_sizes=True, **options)
 
     return make
-
-
-def refused(capsys: Any, *command: object) -> str:
-    assert main([str(part) for part in command]) == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(('base', 'kind'), heads())

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.checks.compare import folder_tensors
+from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config, config_fields
+from tests.helpers.checks.converted import convert, refused
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_model, write_manifest
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
-from xhf_hooks.cli.convert import DONE, main
+from xhf_hooks.cli.convert import main
 
 
 @pytest.fixture(scope='module')
@@ -39,12 +40,11 @@ def base_model(trained: Path, folder: Path, **changed: Any) -> Path:
 def test_a_layer_too_many_and_no_tokenizer(trained, tmp_path, capsys, given):
     base = base_model(trained, tmp_path / 'base', num_hidden_layers=3)
     checkpoint = trained / 'iter_5.pth' if given else Path(shutil.copy(trained / 'iter_5.pth', base))
-    command = [str(checkpoint), str(tmp_path / 'out'), *(['--base', str(base)] if given else [])]
-    assert main(command) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    command = [checkpoint, tmp_path / 'out', *(['--base', base] if given else [])]
+    line = refused(capsys, *command)
     assert 'that the checkpoint lacks (model.layers.2.' in line and str(base) in line and '--base has to name' in line
     edit_json(base / 'config.json', num_hidden_layers=2)
-    assert main(command) == 0
+    convert(*command)
     note = next(line for line in capsys.readouterr().err.splitlines() if 'no tokenizer was found' in line)
     assert ('set --base' in note) != given and (str(base) in note) == given
 
@@ -62,8 +62,7 @@ def test_a_base_that_is_no_model(trained, tmp_path, capsys):
         'adapter': 'has no base_model_name_or_path; set it to the base model',
         'half': 'half/model-00002-of-00002.safetensors: cannot be read',
     }.items():
-        assert main([str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--base', str(tmp_path / base)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = refused(capsys, trained / 'iter_5.pth', tmp_path / 'out', '--base', tmp_path / base)
         assert words in line and str(tmp_path / base) in line
 
 
@@ -100,22 +99,20 @@ def test_the_hooks_own_folder_says_what_the_model_is(trained, tmp_path, capsys):
     meta = {'cfg': "model = dict(type='DemoCausalLM', base_folder='gone')\n"}
     torch.save({'state_dict': {f'llm.{n}': t for n, t in weights.items()}, 'meta': meta}, tmp_path / 'iter_5.pth')
     (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'iter_5.pth'))
-    assert main([str(tmp_path), str(tmp_path / 'out')]) == 0, capsys.readouterr().err
+    convert(tmp_path, tmp_path / 'out')
     assert f'model {saved}; HuggingFaceExporter' in capsys.readouterr().out
     # That of save_pretrained; transformers 4 also writes from where a model was loaded
     named = {'_name_or_path': str(saved)} if '_name_or_path' in config_fields(tmp_path / 'out') else {}
     assert_same_config(tmp_path / 'out', saved, **named)
-    out, before = (load_file(folder / 'model.safetensors') for folder in (tmp_path / 'out', saved))
-    assert out.keys() == before.keys() and all(torch.equal(out[name], before[name]) for name in out)
+    assert_same_folder_tensors(tmp_path / 'out', saved)
     (saved / 'xhf_manifest.json').unlink()
-    assert main([str(tmp_path), str(tmp_path / 'again')]) == 2
-    assert 'has no supported model' in capsys.readouterr().err
+    assert 'has no supported model' in refused(capsys, tmp_path, tmp_path / 'again')
 
 
 def test_the_base_is_not_replaced_by_its_conversion(trained, tmp_path, capsys):
     """It may be one that this package wrote, which OUT may name otherwise."""
     base = base_model(trained, tmp_path / 'base')
-    assert main([str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(base)]) == 0
+    convert(trained / 'iter_5.pth', base / 'out', '--base', base)
     (tmp_path / 'link').symlink_to(base / 'out')
     again = [str(trained / 'iter_5.pth'), str(base / 'out'), '--base', str(tmp_path / 'link'), '--overwrite']
     capsys.readouterr()
@@ -126,16 +123,13 @@ def test_the_base_is_not_replaced_by_its_conversion(trained, tmp_path, capsys):
 @pytest.mark.parametrize('options', [(), ('--base', 'model')])
 def test_a_config_without_a_model_is_not_taken(trained, tmp_path, capsys, options):
     (tmp_path / 'no_model.py').write_text("optimizer = dict(type='AdamW')\n")
-    options = [str(trained / one) if one == 'model' else one for one in options]
-    command = [str(trained / 'iter_5.pth'), str(tmp_path / 'out'), '--config', str(tmp_path / 'no_model.py')]
-    assert main([*command, *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f'{tmp_path / "no_model.py"}: has no model' in line
+    options = [trained / one if one == 'model' else one for one in options]
+    command = [trained / 'iter_5.pth', tmp_path / 'out', '--config', tmp_path / 'no_model.py']
+    assert f'{tmp_path / "no_model.py"}: has no model' in refused(capsys, *command, *options)
 
 
 def test_a_folder_that_is_one_already(trained, tmp_path, capsys):
-    assert main([str(trained / 'model'), str(tmp_path / 'out')]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(capsys, trained / 'model', tmp_path / 'out')
     assert f'{trained / "model"}: a Hugging Face folder already' in line and 'xhf-verify' in line
 
 
@@ -152,7 +146,7 @@ def test_custom_code_beside_a_checkpoint_is_no_config_of_the_run(trained, tmp_pa
     base = base_model(trained, tmp_path / 'run')
     shutil.copy(trained / 'iter_5.pth', base)
     (base / 'modeling_custom.py').write_text(CUSTOM_CODE[code])
-    assert main([str(base / 'iter_5.pth'), str(tmp_path / 'out')]) == 0
+    convert(base / 'iter_5.pth', tmp_path / 'out')
 
 
 # Checkpoints without masters, or whose files tell nothing of themselves
@@ -206,16 +200,16 @@ def test_no_masters_are_there(base, tmp_path, capsys, make):
     checkpoint = make(tmp_path)
     n_tensors = len(weights())
     line = f'{NO_MASTERS} for {n_tensors} of {n_tensors} tensors: their 16-bit weights are widened'
-    options = ['--base', str(base), '--dtype', 'float32']
-    assert main([str(checkpoint), str(tmp_path / 'dry'), *options, '--dry-run']) == DONE
+    options = ['--base', base, '--dtype', 'float32']
+    convert(checkpoint, tmp_path / 'dry', *options, '--dry-run')
     assert line in capsys.readouterr().out.splitlines()
-    assert main([str(checkpoint), str(tmp_path / 'out'), *options]) == DONE
+    convert(checkpoint, tmp_path / 'out', *options)
     said = capsys.readouterr()
     assert line in said.out.splitlines() and said.err.splitlines()[-1] == f'xhf-convert: note: {line}'
     assert json.loads((tmp_path / 'out' / 'xhf_manifest.json').read_text())['widened_tensors'] == n_tensors
     found = folder_tensors(tmp_path / 'out')
     assert all(torch.equal(found[name], tensor.bfloat16().float()) for name, tensor in weights().items())
-    assert main([str(checkpoint), str(tmp_path / 'half'), '--base', str(base), '--dtype', 'float16']) == DONE
+    convert(checkpoint, tmp_path / 'half', '--base', base, '--dtype', 'float16')
     said = capsys.readouterr()
     assert 'widened' not in said.out + said.err
 
@@ -223,7 +217,7 @@ def test_no_masters_are_there(base, tmp_path, capsys, make):
 def test_files_that_tell_nothing_of_themselves(base, tmp_path, capsys):
     folder = made(stage=3).write(tmp_path / 'x')
     for expected in (False, True):
-        assert main([str(folder), str(tmp_path / 'out'), '--base', str(base), '--dry-run']) == DONE
+        convert(folder, tmp_path / 'out', '--base', base, '--dry-run')
         assert (BY_NAME in capsys.readouterr().out) == expected
         for file in folder.iterdir():
             state = torch.load(file, weights_only=False)
@@ -234,5 +228,5 @@ def test_files_that_tell_nothing_of_themselves(base, tmp_path, capsys):
 def test_one_tensor_is_not_tensors(base, tmp_path, capsys):
     state = {**{f'net.{name}': tensor for name, tensor in weights().items()}, 'loss.steps': torch.zeros(1).long()}
     torch.save(state, tmp_path / 'x.pth')
-    assert main([str(tmp_path / 'x.pth'), str(tmp_path / 'out'), '--base', str(base)]) == DONE
+    convert(tmp_path / 'x.pth', tmp_path / 'out', '--base', base)
     assert 'not exported: 1 tensor (loss.steps)' in capsys.readouterr().err

@@ -14,28 +14,18 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, assert_same_tensors, folder_tensors
-from tests.helpers.checks.converted import base_of, checkpoint_of, convert
+from tests.helpers.checks.converted import base_of, checkpoint_of, convert, refused
 from tests.helpers.models.adapted import adapt
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import available, build, has_class_for
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
 from xhf_hooks.cli.verify import main as verify
 
 
 def from_base(folder: Path, kind: str = 'AutoModelForCausalLM', **options: Any) -> Any:
     return getattr(transformers, kind).from_pretrained(folder, **options)
-
-
-def refused(capsys: Any, *args: str | Path) -> str:
-    """The line that the command refuses its arguments with. It writes nothing."""
-    capsys.readouterr()
-    assert main([str(arg) for arg in args]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('xhf-convert: ')]
-    assert not Path(args[1]).exists()
-    return line
 
 
 @pytest.fixture(scope='module')

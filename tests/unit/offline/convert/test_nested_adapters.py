@@ -8,14 +8,13 @@ import torch
 import transformers
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
-from tests.helpers.checks.converted import assert_same_files, checkpoint_of, config_of, convert
+from tests.helpers.checks.converted import assert_same_files, checkpoint_of, config_of, convert, refused
 from tests.helpers.models.adapted import adapt, around
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.internvl import load_internvl
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
 
 WHOLE = dict(r=4, lora_alpha=12, target_modules=['q_proj', 'v_proj'], modules_to_save=['embed_tokens', 'lm_head'])
 #: LoraConfigs by the name of the option that has them, and by the part that they adapt.
@@ -108,29 +107,26 @@ def test_a_save_of_the_run_lends_its_config_and_tokenizer_and_no_weights(kind, t
     assert ('[SEG]' in transformers.AutoTokenizer.from_pretrained(out).get_vocab()) == resizes
     assert (f'the tokenizer is that of {saved}' in said) == resizes
     run.write_config("model_path='/moved/away'")
-    assert main([str(run.checkpoint), str(tmp_path / 'none'), '--trust-remote-code']) == 2
-    said = capsys.readouterr().err
-    assert f'and {saved}, a save of this run, lends no weights' in said and '--base has to name the model' in said
+    line = refused(capsys, run.checkpoint, tmp_path / 'none', '--trust-remote-code')
+    assert f'and {saved}, a save of this run, lends no weights' in line and '--base has to name the model' in line
 
 
 def test_the_remedy_for_custom_code_comes_first(tmp_path, monkeypatch, capsys):
     run = Run(tmp_path, 'llm', monkeypatch)
     run.write_config(f"model_path='{run.base}'")
-    assert main([str(run.checkpoint), str(tmp_path / 'out')]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith('xhf-convert: add --trust-remote-code if you trust')
+    line = refused(capsys, run.checkpoint, tmp_path / 'out')
+    assert line.startswith('xhf-convert: add --trust-remote-code if you trust')
 
 
 def test_what_the_config_does_not_tell(tmp_path, monkeypatch, capsys):
     run = Run(tmp_path, 'llm', monkeypatch)
-    command = [str(run.checkpoint), str(tmp_path / 'out'), '--base', str(run.base), '--trust-remote-code']
+    command = [run.checkpoint, tmp_path / 'out', '--base', run.base, '--trust-remote-code']
     run.write_config(lora="dict(type='peft.LoraConfig', r=4, lora_alpha=2 * ALPHA, target_modules=['q_proj'])")
-    assert main(command) == 2
-    assert 'they are of peft' in capsys.readouterr().err, 'other modules'
+    assert 'they are of peft' in refused(capsys, *command), 'other modules'
     run.write_config(lora=str(_lora_text('lora', WHOLE).removeprefix('lora=').replace('=12', '=2 * ALPHA')))
-    assert main(command) == 2
-    assert "line 1: model.lora.lora_alpha is '2 * ALPHA', which is not run" in capsys.readouterr().err
+    assert "line 1: model.lora.lora_alpha is '2 * ALPHA', which is not run" in refused(capsys, *command)
     run.write_config(other={**WHOLE, 'lora_alpha': 99})
-    assert main(command) == 2
-    assert 'language_model may be made from 2 LoraConfigs: model.lora and model.other' in capsys.readouterr().err
+    line = refused(capsys, *command)
+    assert 'language_model may be made from 2 LoraConfigs: model.lora and model.other' in line
     run.write_config(other=WHOLE)
-    assert main(command) == 0
+    convert(*command)
