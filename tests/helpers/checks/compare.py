@@ -44,6 +44,11 @@ def folder_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def bytes_in(folder: Path, pattern: str = '*') -> dict[str, bytes]:
+    """The content of each file in a folder and below it, by its path from there."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob(pattern) if path.is_file()}
+
+
 def assert_same_folder_tensors(folder_a: str | Path, folder_b: str | Path) -> None:
     """As :func:`assert_same_tensors`. It does not matter which file a tensor is in."""
     assert_same_tensors(folder_tensors(folder_a), folder_tensors(folder_b), f'{folder_a} and {folder_b}')

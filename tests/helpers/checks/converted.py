@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.models.zoo import build
+
 
 def convert(*args: str | Path) -> Path:
     """Run the command, which must succeed; returns OUT."""
@@ -27,10 +29,7 @@ def refused(capsys: Any, *args: str | Path) -> str:
 
 def base_of(family: str, folder: Path) -> Path:
     """Save a model of `tests.helpers.models.families` as a base on the Hub: with the dtypes of its parts."""
-    from tests.helpers.models.families import MODELS
-    from tests.helpers.models.zoo import build
-
-    model = build(family, models=MODELS)
+    model = build(family)
     model.save_pretrained(folder)
     type(model).from_pretrained(folder).save_pretrained(folder)
     return folder

@@ -6,7 +6,6 @@ import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.zoo import NOISE_STD, available, build
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def adapt(model: PreTrainedModel, dtype: torch.dtype | None = None, **lora: Any)
 
 def can_be_made(family: str, **lora: Any) -> bool:
     """Whether the installed peft has these options, and layers for what they name."""
-    if not available(family, MODELS):
+    if not available(family):
         return False
     try:
         adapted(family, **lora)
@@ -116,7 +115,7 @@ def is_known_to_peft(kind: str) -> bool:
 
 def adapted(family: str, dtype: torch.dtype | None = None, **lora: Any) -> PeftModel:
     """A model of :data:`tests.helpers.models.families.MODELS` with an adapter, by :func:`adapt`."""
-    return adapt(build(family, models=MODELS), dtype, **lora)
+    return adapt(build(family), dtype, **lora)
 
 
 def merged_by_peft(model: PeftModel, folder: Path) -> PreTrainedModel:

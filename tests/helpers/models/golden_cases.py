@@ -84,13 +84,13 @@ def _values(name: str, shape: torch.Size, step: float) -> torch.Tensor:
 def cases() -> Iterator[tuple[str, Case]]:
     """All that the installed transformers has, by name."""
     for family in MODELS:
-        if available(family, MODELS):
-            yield family, Case(lambda _, family=family: build(family, models=MODELS))
+        if available(family):
+            yield family, Case(lambda _, family=family: build(family))
             in_parts = dict(options=dict(dtype='bfloat16'), n_files=2)
-            yield f'{family} bf16', Case(lambda _, family=family: build(family, models=MODELS), **in_parts)
+            yield f'{family} bf16', Case(lambda _, family=family: build(family), **in_parts)
     for family in ('t5', 'umt5', 'deepseek_v3', 'glm4_moe', 'blip_2'):  # with tensors that some dtype leaves in fp32
-        if available(family, MODELS):
-            yield f'{family} fp16', Case(lambda _, family=family: build(family, models=MODELS), dict(dtype='float16'))
+        if available(family):
+            yield f'{family} fp16', Case(lambda _, family=family: build(family), dict(dtype='float16'))
     yield from _adapters()
     yield from _rewards()
     yield from _llavas()
@@ -105,7 +105,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def _adapters() -> Iterator[tuple[str, Case]]:
     for kind, (family, lora) in KINDS.items():
-        if not available(family, MODELS):
+        if not available(family):
             continue
         options = {**lora, **EXACT, **(PATTERNS if kind == 'patterns' else {})}
 
@@ -120,7 +120,7 @@ def _adapters() -> Iterator[tuple[str, Case]]:
 
 def _of_base(family: str, folder: Path) -> nn.Module:
     """Loaded from a folder, as what adapters are trained on."""
-    model = build(family, models=MODELS)
+    model = build(family)
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder)
 
@@ -173,7 +173,7 @@ def _llavas() -> Iterator[tuple[str, Case]]:
 def _bases() -> Iterator[tuple[str, Case]]:
     """Models that were loaded from a base."""
     for family in ('mixtral', 'gpt2', 'llava', 'paligemma', 'qwen2_vl', 'qwen3_moe', 'deepseek_v3'):
-        if available(family, MODELS):
+        if available(family):
             yield f'base {family}', Case(lambda folder, family=family: _of_base(family, folder))
             yield f'base {family} of older names', Case(lambda folder, family=family: _of_older_names(family, folder))
             mixed = lambda folder, family=family: _of_mixed_base(family, folder)  # noqa: E731
@@ -184,20 +184,15 @@ def _bases() -> Iterator[tuple[str, Case]]:
 
 def _of_older_names(family: str, folder: Path) -> nn.Module:
     """Of a base as transformers 4 and older named its tensors."""
-    from safetensors.torch import load_file, save_file
-
+    from tests.helpers.models.model_folder import rename_tensors
     from xhf_hooks.compat.transformers import converts_weights
 
-    model = build(family, models=MODELS)
+    model = build(family)
     model.save_pretrained(folder)
     if family in ('llava', 'paligemma') and converts_weights():
-        tensors = load_file(folder / 'model.safetensors')
-        tensors = {n.replace('vision_tower.', 'vision_tower.vision_model.'): tensor for n, tensor in tensors.items()}
-        save_file(tensors, folder / 'model.safetensors', {'format': 'pt'})
+        rename_tensors(folder, 'vision_tower.', 'vision_tower.vision_model.')
     elif family == 'gpt2':
-        tensors = load_file(folder / 'model.safetensors')
-        tensors = {name.removeprefix('transformer.'): tensor for name, tensor in tensors.items()}
-        save_file(tensors, folder / 'model.safetensors', {'format': 'pt'})
+        rename_tensors(folder, 'transformer.', '')
     return type(model).from_pretrained(folder)
 
 
@@ -205,7 +200,7 @@ def _of_mixed_base(family: str, folder: Path) -> nn.Module:
     """Of a base in bf16 with norms in fp32."""
     import torch
 
-    model = build(family, models=MODELS).bfloat16()
+    model = build(family).bfloat16()
     for name, parameter in model.named_parameters():
         if 'norm' in name or 'ln_' in name:
             parameter.data = parameter.data.float()
@@ -216,15 +211,15 @@ def _of_mixed_base(family: str, folder: Path) -> nn.Module:
 def _with_more_in_base(folder: Path) -> nn.Module:
     """Of a base that also has layers for multi-token prediction."""
     import torch
-    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.models.model_folder import edit_tensors
 
     _of_base('deepseek_v3', folder)
-    tensors = load_file(folder / 'model.safetensors')
     more = {
         f'model.layers.2.{name}': _values(name, torch.Size([3, 5]), 2.0**-24)
         for name in ('enorm.weight', 'eh_proj.weight')
     }
-    save_file({**tensors, **more}, folder / 'model.safetensors', {'format': 'pt'})
+    edit_tensors(folder, lambda tensors: {**tensors, **more})
     return type(build('deepseek_v3')).from_pretrained(folder)
 
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
+from tests.helpers.models.zoo import build
 from xhf_hooks.compat.transformers import text_config
 
 
 def save_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Save a tiny model with ``save_pretrained``, and a tokenizer with a token for each row of its embedding."""
-    from tests.helpers.models.families import MODELS
-    from tests.helpers.models.zoo import build
-
-    model = build(family, models=MODELS).to(dtype)
+    model = build(family).to(dtype)
     model.save_pretrained(folder, **options)
     save_tokenizer(folder, text_config(model.config).vocab_size)
     return folder

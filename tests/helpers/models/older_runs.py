@@ -19,7 +19,7 @@ def train(family: str, folder: Path) -> None:
     from tests.helpers.models.model_folder import save_tokenizer
     from tests.helpers.models.zoo import build
 
-    built = build(family, models=MODELS)
+    built = build(family)
     built.save_pretrained(folder / 'base')
     save_tokenizer(folder / 'base', 131)
     model = type(built).from_pretrained(folder / 'base')
@@ -52,7 +52,7 @@ if __name__ == '__main__':
     from tests.helpers.models.zoo import available
 
     for name in sys.argv[2:] or MODELS:
-        if available(name, MODELS):
+        if available(name):
             train(name, Path(sys.argv[1]) / name)
             if name in ('mixtral', 'qwen2_moe', 'llava'):
                 train_adapter(name, Path(sys.argv[1]) / f'{name}_lora')

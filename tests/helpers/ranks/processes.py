@@ -77,6 +77,13 @@ def wait_until(done: Callable[[], bool], process: subprocess.Popen[bytes], log: 
         time.sleep(0.05)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    with contextlib.suppress(OSError):
+        return Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].split()[0] != b'Z'
+    return False
+
+
 def free_port() -> int:
     """A free port outside of the system's range for connections, since another test run may open many meanwhile."""
     while True:

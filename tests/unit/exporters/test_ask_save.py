@@ -14,7 +14,6 @@ from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
 from tests.helpers.models.adapted import planned
 from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import rename_tensors
-from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import build, small_config
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks import save_hf
@@ -88,7 +87,7 @@ class WithoutGeneration(transformers.LlamaForCausalLM):
 
 @pytest.mark.parametrize('kind', [DropsOptions, WithoutTeacher, InHalf, WithHook, ForEncoders, WithoutGeneration])
 def test_a_class_with_its_own_save(kind, tmp_path, caplog):
-    model = kind(small_config(*(MODELS['bert'] if kind is ForEncoders else ZOO['llama'])))
+    model = kind(small_config(*MODELS['bert' if kind is ForEncoders else 'llama']))
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     model.save_pretrained(tmp_path / 'expected')
     save_hf(model, tmp_path / 'found', model_card=False)
@@ -136,7 +135,7 @@ class SharesABlock(transformers.LlamaForCausalLM):
 
 
 def test_tensors_that_are_one_without_being_declared_so(tmp_path):
-    model = SharesABlock(small_config(*ZOO['llama']))
+    model = SharesABlock(small_config(*MODELS['llama']))
     save_hf(model, tmp_path / 'found')
     found = folder_tensors(tmp_path / 'found')
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())
@@ -160,7 +159,7 @@ class Counts(transformers.LlamaForCausalLM):
 
 
 def test_what_training_sets_is_asked_again(tmp_path):
-    exported = planned(Counts(small_config(*ZOO['llama'])))
+    exported = planned(Counts(small_config(*MODELS['llama'])))
     model = exported.exporter._model
     model.eval()
     assert not exported.exporter.is_outdated(exported.export), 'each validation'
@@ -222,7 +221,7 @@ def test_names_that_only_transformers_5_reads_are_told(family, tmp_path, caplog)
     def warnings() -> list[str]:
         return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
-    model = build(family, models=MODELS)
+    model = build(family)
     save_hf(model, tmp_path / 'built')
     said = f'save_hf: {type(model).__name__} was not loaded from a folder with the tensor names of the Hub, so '
     (warning,) = [one for one in warnings() if one.startswith(said)]
@@ -238,7 +237,7 @@ def test_names_that_only_transformers_5_reads_are_told(family, tmp_path, caplog)
 @pytest.mark.skipif(not converts_weights(), reason='the installed transformers converts no weights')
 def test_towers_whose_names_did_not_change():
     """CLIPModel had its text model and its vision model under these names before."""
-    assert prefixes_left_out(build('clip', models=MODELS)) == {}
+    assert prefixes_left_out(build('clip')) == {}
 
 
 class WithRates(nn.Module):
@@ -268,9 +267,17 @@ def test_a_class_that_reads_values_while_it_is_built():
     assert not nn.Linear(1, 1).weight.is_meta  # everybody else's parameters are where they were
 
 
+def test_a_class_that_cannot_be_built_says_why():
+    def build_wrong() -> nn.Module:
+        raise KeyError('hidden_size')
+
+    with pytest.raises(KeyError, match='hidden_size'):
+        call_on_meta(build_wrong)
+
+
 def test_a_model_that_save_pretrained_has_saved_before(tmp_path):
     """With transformers 4.48, it resets in the live config that the parts' attention has been chosen."""
-    model = build('donut', models=MODELS)
+    model = build('donut')
     model.save_pretrained(tmp_path / 'expected')
     save_folder(model, tmp_path / 'hf_model')
     names = ('model.safetensors', 'config.json')

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.utils import GatedRepoError
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from tests.helpers.models.adapted import around, planned
 from tests.helpers.models.own_classes import CounterConfig, CounterModel
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
-from xhf_hooks.errors import AgreedError, BaseModelError, ModelError, OptionError
+from xhf_hooks.errors import AgreedError, BaseModelError, ModelError
 from xhf_hooks.exporters import exporter_for
 from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.format.dtypes import dtype_code
@@ -82,14 +83,10 @@ def extended(model: nn.Module) -> None:
 
 
 def with_add_adapter(model: nn.Module) -> None:
-    from peft import LoraConfig
-
     model.add_adapter(LoraConfig(r=2, target_modules=['q_proj']))
 
 
 def injected(model: nn.Module) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
     inject_adapter_in_model(LoraConfig(r=2, target_modules=['q_proj']), model)
 
 
@@ -132,11 +129,6 @@ TWO = around(actor=build('llama'), critic=build('bert'))
 def test_which_one_is_asked(model, module, said):
     with pytest.raises(ModelError, match=said):
         exporter_for(model, module)
-
-
-def test_an_adapter_is_asked_for_where_there_is_none():
-    with pytest.raises(OptionError, match=r"option lora: expected None: that needs a LoRA adapter .*found 'merge'"):
-        exporter_for(build('llama'), None, lora='merge')
 
 
 def refused_by_the_hub(pretrained_model_name_or_path: str) -> None:

@@ -7,7 +7,6 @@ among the tests; too few are an error.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import transformers
 from tests.helpers.checks.compare import (
     assert_loads_clean,
     assert_same_folder_tensors,
+    bytes_in,
     folder_tensors,
     splits_as_the_hub,
 )
@@ -25,23 +25,20 @@ from tests.helpers.models.zoo import available, build
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks.compat.transformers import converts_weights
 
-AVAILABLE = [family for family in MODELS if available(family, MODELS)]
+AVAILABLE = [family for family in MODELS if available(family)]
 #: The number of families, from these versions on.
 LEAST = {(4, 36): 30, (4, 46): 45, (4, 48): 48, (4, 57): 60, (5, 23): 62}
 #: In transformers 5 their experts share memory while save_pretrained splits a model: it puts them into one file.
 SPLIT_ELSEWHERE = ('qwen3_moe', 'mixtral', 'deepseek_v3', 'qwen2_moe', 'olmoe', 'phimoe', 'glm4_moe')
+WEIGHTS = '*.safetensors'
 OTHERS = ('generation_config.json', 'model.safetensors.index.json')
-
-
-def weights_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob('*.safetensors')}
 
 
 @pytest.mark.parametrize('family', AVAILABLE)
 def test_the_folder_is_that_of_save_pretrained(family, tmp_path, caplog):
     caplog.set_level('INFO')
     expected, found = tmp_path / 'expected', tmp_path / 'hf_model'
-    model = build(family, models=MODELS)
+    model = build(family)
     for parameter in model.parameters():  # not the buffers: DeepSpeed leaves those in fp32, too
         parameter.data = parameter.data.to(torch.bfloat16)
     max_shard_size = model.num_parameters() * 2 // 5
@@ -62,8 +59,8 @@ def test_the_folder_is_that_of_save_pretrained(family, tmp_path, caplog):
     if family in SPLIT_ELSEWHERE and converts_weights():
         assert_same_folder_tensors(found, expected)
         indexes = [json.loads((folder / OTHERS[-1]).read_text()) for folder in (found, expected)]
-        assert indexes[0]['metadata'] == indexes[1]['metadata'] and len(weights_in(found)) > 2
-        assert max(path.stat().st_size for path in found.glob('*.safetensors')) < 1.1 * max_shard_size
+        assert indexes[0]['metadata'] == indexes[1]['metadata'] and len(bytes_in(found, WEIGHTS)) > 2
+        assert max(path.stat().st_size for path in found.glob(WEIGHTS)) < 1.1 * max_shard_size
         assert_loads_clean(found, type(model))
         return
     for name in OTHERS:
@@ -71,9 +68,9 @@ def test_the_folder_is_that_of_save_pretrained(family, tmp_path, caplog):
         if (expected / name).exists():
             assert json.loads((found / name).read_text()) == json.loads((expected / name).read_text()), name
     assert (expected / OTHERS[-1]).exists()
-    weights = weights_in(expected)
-    assert list(weights_in(found)) == list(weights) and len(weights) > 2
-    assert [name for name, data in weights_in(found).items() if data != weights[name]] == []
+    weights, saved = bytes_in(expected, WEIGHTS), bytes_in(found, WEIGHTS)
+    assert saved.keys() == weights.keys() and len(weights) > 2
+    assert [name for name, data in saved.items() if data != weights[name]] == []
     assert_loads_clean(found, type(model))
 
 

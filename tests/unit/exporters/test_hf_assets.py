@@ -40,7 +40,6 @@ from tests.helpers.models.model_folder import edit_json, edit_tensors, with_base
 from tests.helpers.models.own_classes import WithMore
 from tests.helpers.models.remote_code import use_hub_cache
 from tests.helpers.models.sentences import WEIGHTS, First, Halved, Pooling, Projection, Sentences
-from tests.helpers.models.zoo import MODELS as ZOO
 from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
@@ -94,7 +93,7 @@ def test_use_cache_of_composite_models(tmp_path):
 
 def test_use_cache_of_a_class_without_defaults(tmp_path):
     """Such a class says nothing of what it was before, so nothing is written, and readers take their default."""
-    model = build('donut', models=MODELS)
+    model = build('donut')
     model.config.use_cache = False
     written(tmp_path, model)
     assert 'use_cache' not in read_json(tmp_path / 'config.json')
@@ -122,7 +121,7 @@ class WithoutTrial(LlamaForCausalLM):
 
 
 def test_what_the_class_writes_besides_weights(tmp_path):
-    model = WithMore(small_config(*ZOO['llama']))
+    model = WithMore(small_config(*MODELS['llama']))
     before = model.config.to_dict()
     assert written(tmp_path / 'found', model) == []
     assert model.config.to_dict() == before
@@ -136,7 +135,7 @@ def test_what_the_class_writes_besides_weights(tmp_path):
 
 
 def test_a_save_of_the_class_that_cannot_be_tried(tmp_path):
-    (warning,) = written(tmp_path, WithoutTrial(small_config(*ZOO['llama'])))
+    (warning,) = written(tmp_path, WithoutTrial(small_config(*MODELS['llama'])))
     assert warning == (
         'WithoutTrial has a save_pretrained of its own, which could not be run without weights '
         '(RuntimeError: no weights): files that it writes besides the weights may be missing'
@@ -272,7 +271,7 @@ NOT_MISSED = {
 
 @pytest.mark.parametrize('family', NOT_MISSED)
 def test_tensors_that_no_reader_misses(family, tmp_path):
-    model = with_whole_base(build(family, models=MODELS), tmp_path / 'base')
+    model = with_whole_base(build(family), tmp_path / 'base')
     more = NOT_MISSED[family](folder_tensors(tmp_path / 'base'))
     edit_tensors(tmp_path / 'base', lambda tensors: {**tensors, **more})
     assert more and written(tmp_path / 'found', model) == []

@@ -17,7 +17,6 @@ from transformers import BertForSequenceClassification
 
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.adapted import Planned, adapted, around, planned
-from tests.helpers.models.families import MODELS as FAMILIES
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer, with_base
 from tests.helpers.models.own_classes import CounterConfig, HasWidth, OfTheScript
 from tests.helpers.models.zoo import ODD_ENCODER, available, build, small_config
@@ -155,11 +154,11 @@ def test_padded_embeddings_are_right(rows, llama, tmp_path):
 
 
 @pytest.mark.modern_only
-@pytest.mark.skipif(not available('mllama', FAMILIES), reason='this transformers has no Llama 3.2 Vision')
+@pytest.mark.skipif(not available('mllama'), reason='this transformers has no Llama 3.2 Vision')
 @pytest.mark.parametrize('lora', [None, 'adapter'])
 def test_embeddings_of_images_beside_those_of_tokens(lora, tmp_path):
     """Llama 3.2 Vision has 8 rows more than vocab_size, of which its tokenizer names one; its head has none of them."""
-    model = with_base(build('mllama', models=FAMILIES), tmp_path / 'base')
+    model = with_base(build('mllama'), tmp_path / 'base')
     rows = model.config.text_config.vocab_size
     save_tokenizer(tmp_path / 'base', rows + 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'base')

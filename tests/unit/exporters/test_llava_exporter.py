@@ -11,7 +11,6 @@ from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.helpers.checks.compare import assert_loads_clean, folder_tensors
 from tests.helpers.models.adapted import Planned, around, is_known_to_peft, planned
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.remote_code import use_modules_cache
 from tests.helpers.models.zoo import build
 from tests.helpers.models.zoo.llava import VOCAB_SIZE, TinyLlava, n_image_tokens, question, save_bases, tokenizer
@@ -136,7 +135,7 @@ def test_new_rows_are_the_mean(bases, tmp_path):
 
 
 def test_tied_embeddings_stay_tied(bases, tmp_path):
-    model = TinyLlava(bases, llm=build('llama_tied', models=MODELS)).eval()
+    model = TinyLlava(bases, llm=build('llama_tied')).eval()
     path, _ = saved(model, tmp_path / 'hf_model', llava_format='huggingface')
     assert not any('lm_head' in name for name in folder_tensors(path))
     torch.testing.assert_close(logits_of(path), model(*question()), rtol=1e-5, atol=1e-5)

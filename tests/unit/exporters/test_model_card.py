@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 
 from tests.helpers.checks.converted import base_of, checkpoint_of, convert
 from tests.helpers.models.adapted import adapted
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.models.zoo import build
 from xhf_hooks import save_hf
@@ -56,7 +55,7 @@ def folder_with(folder: Path, config: dict[str, Any], *files: str) -> Path:
     ],
 )
 def test_the_command_loads_the_model(tmp_path, monkeypatch, family, task):
-    model = build(family, models=MODELS)
+    model = build(family)
     committed = save_hf(model, tmp_path / 'hf_model', step=1500)
     expected = {'library_name': 'transformers', 'pipeline_tag': task, 'tags': ['xhf_hooks']}
     # transformers before 4.46 has no such class: the card names the model's own, and no task

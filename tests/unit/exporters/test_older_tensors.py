@@ -9,7 +9,6 @@ import pytest
 import transformers
 
 from tests.helpers.models.adapted import adapt, written
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import rename_tensors
 from tests.helpers.models.zoo import MROPE, build, small_config
 from xhf_hooks import save_hf
@@ -47,12 +46,12 @@ def test_a_tower_of_another_class_at_a_path_of_that_name(tmp_path):
     )
     (warning,) = told(tmp_path / 'deepseek', model)
     assert "(without 'vision_model' in vision_model)" in warning
-    assert told(tmp_path / 'clip', build('clip', models=MODELS)) == []
+    assert told(tmp_path / 'clip', build('clip')) == []
 
 
 def test_a_head_that_is_tied_by_another_config_than_the_text_models(tmp_path):
     """The outer config of InternVL ties by default since transformers 5, that of its text model does not."""
-    model = build('internvl', models=MODELS)
+    model = build('internvl')
     (warning,) = told(tmp_path / 'built', model)
     assert warning.startswith('config.json: text_config.tie_word_embeddings is False, but lm_head.weight of InternVL')
     assert 'misses lm_head.weight' in warning and 'set model.config.text_config.tie_word_embeddings to True' in warning
@@ -67,7 +66,7 @@ def test_a_head_that_is_tied_by_another_config_than_the_text_models(tmp_path):
 def test_heads_that_are_what_the_config_says(tmp_path):
     """Also a tied one that an adapter has changed, so that it is tied no longer."""
     for family in ('llama', 'llama_tied', 'qwen2', 't5', 'bert', 'bart', 'gemma3', 'gemma3_untied', 'whisper'):
-        assert [line for line in told(tmp_path / family, build(family, models=MODELS)) if 'tie' in line] == []
+        assert [line for line in told(tmp_path / family, build(family)) if 'tie' in line] == []
     adapted = adapt(build('qwen2'), r=2, target_modules=['q_proj', 'lm_head'])
     merged = save_hf(adapted, tmp_path / 'merged', lora='merge')
     assert [line for line in merged.warnings if 'transformers 4' in line] == []

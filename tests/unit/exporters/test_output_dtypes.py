@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors, folder_tensors
@@ -88,8 +89,6 @@ def test_what_the_base_lacks_is_as_most_of_it(tmp_path):
 
 
 def test_lora(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
     base = mixed_base(tmp_path / 'base')
     model = get_peft_model(loaded(base), LoraConfig(r=2, target_modules=['q_proj'], task_type='CAUSAL_LM'))
     save_hf(model, tmp_path / 'hf_model', dtype='base', lora='both')

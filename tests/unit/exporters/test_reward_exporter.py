@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.checks.config_fields import assert_same_config
@@ -31,8 +33,6 @@ def reward_model(family: str, lora: dict | None = None, backbone: nn.Module | No
 
 def as_xtuner_saves_it(model: nn.Module, folder: Path) -> None:
     """The lines of ``RewardModel.to_hf`` (``xtuner/model/reward.py``), on a copy."""
-    from transformers import AutoModelForSequenceClassification
-
     config = copy.deepcopy(model.llm.config)
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(config)
@@ -51,8 +51,6 @@ def assert_same_scores(classifier: nn.Module, model: nn.Module) -> None:
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_folder_is_xtuners(family, tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
     model = reward_model(family)
     as_xtuner_saves_it(model, tmp_path / 'expected')
     _, committed = save_folder(model, tmp_path / 'hf_model')
@@ -72,9 +70,6 @@ def test_exporters_are_chosen():
 
 @pytest.mark.parametrize('targets', [r'layers\.0\..*_proj', 'all-linear'])
 def test_adapter_alone_has_the_head(targets, tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     build('llama').save_pretrained(tmp_path / 'base')
     backbone = AutoModelForCausalLM.from_pretrained(tmp_path / 'base').model
     model = reward_model('llama', dict(target_modules=targets), backbone)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_tensors, folder_tensors
 from tests.helpers.models import xtuner_v1, zoo
@@ -38,8 +39,6 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize('family', ['qwen3', 'qwen3_moe'])
 def test_the_folder_is_that_of_transformers(folders, tmp_path, family):
-    from transformers import AutoModelForCausalLM
-
     model = xtuner_v1.of_folder(folders / family).float()  # V1 trains in fp32
     plan, committed = save_folder(model, tmp_path / 'hf_model')
     assert_same_tensors(folder_tensors(committed.path), folder_tensors(folders / family))

@@ -138,7 +138,7 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
     'rank missing': (1, remove(optim(1)), optim(1), 'missing'),
     'model file of a rank missing': (3, remove(model3(1)), model3(1), 'missing'),
     'model file missing': (1, remove(MODEL), 'model_states.pt', 'is missing'),
-    'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], model3(0), 'copy them'),
+    'all optimizer files missing': (3, lambda f: [remove(optim(r))(f) for r in range(3)], model3(0), 'missing; copy'),
     'truncated': (3, cut(optim(1), 0.7), optim(1), 'truncated'),
     'empty': (1, cut(optim(0), 0), optim(0), 'empty file'),
     'another world size': (1, from_another(optim(1), world_size=2), optim(1), 'number of ranks 2'),
@@ -166,7 +166,8 @@ CASES: dict[str, tuple[int, Callable[[Path], Any], str, str]] = {
 @pytest.mark.parametrize('case', CASES)
 def test_is_refused(tmp_path, case):
     stage, spoil, file, words = CASES[case]
-    folder = MadeCheckpoint(stage=stage, world_size=3, frozen={'frozen': HALF}).write(tmp_path / 'global_step5')
+    made = MadeCheckpoint(stage=stage, world_size=3, frozen={'frozen': HALF}, buffers=BUFFERS)
+    folder = made.write(tmp_path / 'global_step5')
     read_all(open_checkpoint(folder))  # fine so far
     spoil(folder)
     with pytest.raises(CheckpointError) as caught:

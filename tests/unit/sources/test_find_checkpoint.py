@@ -143,7 +143,8 @@ REFUSED = {
     'a part': ('mp_rank_00_model_states.pt', ['mp_rank_00_model_states.pt'], 'one part of a checkpoint'),
     'safetensors of a model': ('model.safetensors', ['model.safetensors', 'config.json'], 'a Hugging Face folder'),
     'a part of several files': (
-        'x-00001-of-00003.bin', ['x-00001-of-00003.bin', 'x-00002-of-00003.bin'], 'x-00003-of-00003.bin missing; copy'),
+        'x-00001-of-00003.bin', ['x-00001-of-00003.bin', 'x-00002-of-00003.bin'],
+        'one of 3 files .*x-00003-of-00003.bin missing; copy'),
     'one of several and another': ('', ['iter_9.pth', 'best_1.pth'], r'several checkpoints \(iter_9.pth, best_'),
     'the last model of Trainer and an earlier one': (
         '', ['model.safetensors', 'config.json', 'checkpoint-5/latest'], r'\(checkpoint-5, model.safetensors\)'),

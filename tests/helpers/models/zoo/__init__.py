@@ -119,14 +119,21 @@ MODELS: Models = {
 FAMILIES = list(MODELS)
 
 
-def available(family: str, models: Models = MODELS) -> bool:
+def _all_models() -> Models:
+    """With those of tests/helpers/models/families.py, which imports this module."""
+    from tests.helpers.models.families import MODELS
+
+    return MODELS
+
+
+def available(family: str, models: Models | None = None) -> bool:
     """Tells whether the installed transformers has `family` (4.48.0 lacks Qwen3, for example)."""
-    return models[family][0] in _names()
+    return (models or _all_models())[family][0] in _names()
 
 
-def has_class_for(family: str, task: str, models: Models = MODELS) -> bool:
+def has_class_for(family: str, task: str) -> bool:
     """Tells whether the installed transformers has a class of `family` for a task, such as TokenClassification."""
-    return models[family][0].replace('CausalLM', task) in _names()
+    return _all_models()[family][0].replace('CausalLM', task) in _names()
 
 
 @cache
@@ -189,11 +196,12 @@ def small_config(model_class: str, exceptions: dict[str, Any]) -> PretrainedConf
     return config_class(**small_options(config_class, exceptions))
 
 
-def build(family: str, seed: int = 0, models: Models = MODELS) -> PreTrainedModel:
-    """Builds the float32 model of `family`; its weights depend on `seed` only."""
+def build(family: str, seed: int = 0, models: Models | None = None) -> PreTrainedModel:
+    """Builds the float32 model of `family`, by default one of families.py; its weights depend on `seed` only."""
     import torch
     import transformers
 
+    models = models or _all_models()
     model_class = getattr(transformers, models[family][0])
     config = small_config(*models[family])
     with torch.random.fork_rng(devices=[]):

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.helpers.checks.compare import bytes_in
 from tests.helpers.models.model_folder import edit_json, save_tokenizer
 from xhf_hooks.exporters.assets.base_files import LocatedBase
 from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
@@ -38,9 +39,7 @@ def test_nothing_is_written_but_where_the_save_goes(base, out, monkeypatch):
     monkeypatch.setattr(tempfile, 'mkdtemp', note)
     assert write_tokenizer(out, AutoTokenizer.from_pretrained(base), LocatedBase()) == []
     assert {Path(folder).parent for folder in made} == {out}
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-        path.name: path.read_bytes() for path in base.iterdir()
-    }
+    assert bytes_in(out) == bytes_in(base)
 
 
 def test_a_tokenizer_that_did_not_change_is_compared_at_the_first_save_only(base, out, monkeypatch):
@@ -86,10 +85,6 @@ CALLS = {
 TEXTS = [' '.join(f'w{i}' for i in range(40)), 'w1 w2']
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def n_tokens(folder: Path) -> list[int]:
     """As whoever reads tokenizer.json without transformers, such as servers in Rust."""
     read = Tokenizer.from_file(str(folder / 'tokenizer.json'))
@@ -109,7 +104,7 @@ def test_what_a_call_switched_on_is_not_part_of_the_tokenizer(base, out, call, b
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer(TEXTS, **CALLS[call])
     assert write_tokenizer(out, tokenizer, LocatedBase()) == []
-    assert contents(out) == contents(base)
+    assert bytes_in(out) == bytes_in(base)
     tokenizer.add_tokens(['<new>'])  # training changed it: now it is not copied
     assert write_tokenizer(out, tokenizer, LocatedBase()) == []
     assert n_tokens(out) == expected
@@ -122,10 +117,10 @@ def test_a_call_of_a_tokenizer_without_a_base(base, out):
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.name_or_path = ''
     assert write_tokenizer(out, tokenizer, LocatedBase()) == []
-    before = contents(out)
+    before = bytes_in(out)
     tokenizer(TEXTS, **CALLS['padding'])
     assert write_tokenizer(out, tokenizer, LocatedBase()) == []
-    assert contents(out) == before and n_tokens(out) == [40, 2]
+    assert bytes_in(out) == before and n_tokens(out) == [40, 2]
 
 
 def test_a_call_of_a_tokenizer_with_code_of_its_own(base, out):
@@ -138,4 +133,4 @@ def test_a_call_of_a_tokenizer_with_code_of_its_own(base, out):
     assert type(tokenizer).__name__ == 'OwnTokenizer'
     tokenizer(TEXTS, **CALLS['padding'])
     assert write_tokenizer(out, tokenizer, LocatedBase()) == []
-    assert n_tokens(out) == [40, 2] and 'tokenization_own.py' in contents(out)
+    assert n_tokens(out) == [40, 2] and 'tokenization_own.py' in bytes_in(out)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
 from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tensors
@@ -29,13 +30,11 @@ from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
 #: Whose base's files have other names than the model in memory, or fused experts.
-FAMILIES = [name for name in ('qwen2_vl', 'gemma3', 'glm4_moe', 'ernie4_5_vl_moe') if available(name, MODELS)]
+FAMILIES = [name for name in ('qwen2_vl', 'gemma3', 'glm4_moe', 'ernie4_5_vl_moe') if available(name)]
 
 
 def adapted_of(base: Path, family: str, *, n_rows: int = 0, dtype: Any = None, **lora: Any) -> Any:
     """A live model of a base that has a tokenizer."""
-    import transformers
-
     save_tokenizer(base_of(family, base), 131)
     options = {} if dtype is None else {'torch_dtype': dtype}
     model = getattr(transformers, MODELS[family][0]).from_pretrained(base, **options)
@@ -116,7 +115,6 @@ def test_the_dtype_of_frozen_weights_that_are_nowhere(llm, adapter, expected):
 
 def _lisa(base: Path) -> Any:
     """A model with modules of its own, of which transformers knows nothing, as LISA's decoder of masks."""
-    import transformers
 
     class OwnLlamaForCausalLM(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:

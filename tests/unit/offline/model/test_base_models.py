@@ -22,13 +22,14 @@ from tests.helpers.checks.converted import (
     refused,
 )
 from tests.helpers.models.adapted import adapt
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, resize_embeddings, save_tokenizer
 from tests.helpers.models.remote_code import use_hub_cache
 from tests.helpers.models.zoo import ODD_ENCODER, available, has_class_for, small_config
 from xhf_hooks import save_hf
 from xhf_hooks.compat.transformers import text_config
+from xhf_hooks.exporters import huggingface, lora
 from xhf_hooks.format.loaded_files import PROCESSOR_FILES
+from xhf_hooks.offline.model import base_weights
 
 WEIGHTS = 'model.safetensors'
 
@@ -39,13 +40,11 @@ def from_base(folder: str | Path, kind: str | None = None, **options: Any) -> An
 
 
 def test_what_loading_computes_is_computed_and_read_as_bytes_of_its_sources(tmp_path):
-    if not available('mixtral', MODELS):
+    if not available('mixtral'):
         pytest.skip('this transformers has no Mixtral')
-    from xhf_hooks.offline.model.base_weights import weights_of_base
-
     base = base_of('mixtral', tmp_path / 'base')
     model = from_base(base)
-    found = weights_of_base(type(model), model.config, base).tensors
+    found = base_weights.weights_of_base(type(model), model.config, base).tensors
     state = model.state_dict()
     assert found.keys() == state.keys()
     for name, tensor in found.items():
@@ -213,8 +212,6 @@ def test_a_small_module_beside_the_model_is_saved_beside_it(path, tmp_path, caps
 
 def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, capsys, monkeypatch):
     """For each kind of output, with names."""
-    from xhf_hooks.exporters import huggingface, lora
-
     checkpoint = checkpoint_of(adapt(from_base(base_of('llama', tmp_path / 'base'))), tmp_path / 'run')
 
     def without_the_first(load: Any) -> Any:
@@ -230,7 +227,7 @@ def test_what_would_not_load_is_an_error_before_anything_is_written(tmp_path, ca
         assert 'would not load' in said and '1 missing' in said and name in said
 
 
-@pytest.mark.parametrize('family', [one for one in ('llama', 'llama_tied', 'qwen2_vl') if available(one, MODELS)])
+@pytest.mark.parametrize('family', [one for one in ('llama', 'llama_tied', 'qwen2_vl') if available(one)])
 def test_a_base_of_bin_files_lends_as_one_of_safetensors(family, tmp_path):
     base = base_of(family, tmp_path / 'base')
     checkpoint = checkpoint_of(adapt(from_base(base)), tmp_path / 'run')
@@ -241,8 +238,6 @@ def test_a_base_of_bin_files_lends_as_one_of_safetensors(family, tmp_path):
 
 
 def test_the_names_in_its_files_are_taken_of_a_base_that_transformers_cannot_load(tmp_path, capsys, monkeypatch):
-    from xhf_hooks.offline.model import base_weights
-
     def fail(*args: Any, **options: Any) -> None:
         raise ImportError('accelerate is missing')
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from mmengine.config import Config
 
 from xhf_hooks.errors import ConfigError
 from xhf_hooks.offline.model.run_config import NotPlainError, Unread, find_run_config, parse_config
@@ -51,8 +52,6 @@ def test_a_lazy_config_reads_as_mmengine_dumps_it():
 
 
 def test_a_dumped_config_is_read_as_mmengine_reads_it():
-    from mmengine.config import Config
-
     fields = {
         'model': {'type': 'a.B', 'nested': [{'x': (1, 2.5e-3)}, None, True], 'text': 'a"b\'c\nd{e}\\'},
         'lr': 1e-05,
@@ -107,12 +106,12 @@ def test_what_changes_nothing_is_read():
     unchanged = (
         "y = len(model)\nz = model['lora']['r']\nmodel2 = dict(model)\nq = dict(m=model)\n'text'\npass\n"
         "from os import path\nroot = '/a'\nfile = path.join('/a', 'b')\nsize = int(2048 - (336 / 14) ** 2)\n"
-        'other: int = 1\nhooks = []\nif x > 1:\n    hooks += [lora]\n'
+        'other: int = 1\nhooks = []\nif x > 1:\n    hooks += [lora]\ntable = dict(build([1]), **build([2]))\n'
     )
     read = parse_config(HEAD + unchanged, 'a.py')
     assert read['model'] == {'type': 'a.B', 'lora': {'r': 4, 'lora_alpha': 16, 'names': ['q']}}
     assert read['z'] == 4
-    assert isinstance(read['file'], Unread) and isinstance(read['hooks'], Unread)
+    assert all(isinstance(read[name], Unread) for name in ('file', 'hooks', 'table'))
 
 
 @pytest.mark.parametrize('dumped', ['meta', 'vis_data', 'work_dir', 'none'])

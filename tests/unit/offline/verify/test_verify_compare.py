@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, save_model
 from tests.helpers.models.zoo import build, projector
 from tests.helpers.models.zoo.llava import TinyLlava, save_bases
@@ -221,7 +220,7 @@ def test_the_same_weights_with_another_config_are_another_model(model, fields, t
 @pytest.mark.parametrize('family', ['llava', 'gemma3', 'gpt_neox', 'phi3', 'qwen2_vl', 'llama'])
 def test_what_only_older_readers_need_is_no_difference(family, tmp_path):
     """Of the config and of parts of it; a default is none, either."""
-    model = build(family, models=MODELS)
+    model = build(family)
     model.save_pretrained(tmp_path / 'own')
     save_hf(model, tmp_path / 'ours', model_card=False)
     found = compared(tmp_path / 'own', tmp_path / 'ours')
