@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import options_page
 from xhf_hooks.options import CallOptions, HookOptions
 from xhf_hooks.system.versions import __version__
 
@@ -27,42 +28,22 @@ CODE = '\n'.join(
 )
 #: Names and options of other programs, and of this package's tests.
 OTHERS = {
-    'bitsandbytes',
-    'client_kwargs',
-    'collective_rpc',
-    'consolidate_safetensors_files',
-    'dequantize',
-    'dp_replicate_size',
-    'fsdp_config',
-    'fsdp_size',
-    'reload_weights',
-}
-OTHERS |= {'pickle_module', 'run_scenarios', 'shard_placement_fn', 'target_parameters', 'tp_size', 'val_dataloader'}
-OTHERS |= {'model_wrapper', 'vis_backends', '--recursive'}
-OTHERS |= {'--add_version', '--callbacks', '--delete', '--exclude', '--external_plugins'}
-OTHERS |= {'--full', '--output_dir', '--private'}
-OTHERS |= {
-    '--adapter',
-    '--device',
-    '--fp',
-    '--is-clip',
-    '--prompt-template',
-    '--safe-serialization',
-    '--save-format',
-}  # XTuner
-OTHERS |= {'--llava', '--visual-encoder', 'save_optimizer', 'text_hidden_fcs'}
-OTHERS |= {'--max-restarts', '--revision', '--signal', '--wait'}
-OTHERS |= {'--adapter', '--device', 'dispatch_batches', 'read_base'}  # of XTuner, Trainer and MMEngine
+    'client_kwargs', 'collective_rpc', 'dequantize', 'dispatch_batches', 'dp_replicate_size', 'fsdp_config',
+    'fsdp_size', 'model_wrapper', 'pickle_module', 'read_base', 'reload_weights', 'run_scenarios', 'save_optimizer',
+    'shard_placement_fn', 'target_parameters', 'text_hidden_fcs', 'tp_size', 'vis_backends', '--adapter',
+    '--add_version', '--callbacks', '--delete', '--device', '--exclude', '--external_plugins', '--fp', '--is-clip',
+    '--output_dir', '--private', '--prompt-template', '--recursive', '--revision', '--safe-serialization',
+    '--save-format', '--signal', '--visual-encoder', '--wait',
+}  # fmt: skip
 #: Folders and files of runs, and of others.
-ELSEWHERE = {'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'epoch_1.pth/', 'iter_500.pth/', 'projector/'}
-ELSEWHERE |= {'convert_to_hf.py', 'convert_to_official.py', 'llm_adapter/', 'other_modules/', 'visual_encoder/'}
-ELSEWHERE |= {
-    'projects/llava_sam2/hf/convert_to_hf.py',
-    'docs/L1/XTuner',
-    'internlm2_chat_1_8b_qlora_alpaca_e3_copy.py',
-}
-ELSEWHERE |= {'convert_hf_to_gguf.py', 'hf_checkpoint.py', 'zero_to_fp32.py', 'tests/trainers/test_NAME.py'}
+ELSEWHERE = {
+    'adapter/llm_adapter/', 'adapter/visual_encoder_adapter/', 'convert_hf_to_gguf.py', 'convert_to_hf.py',
+    'convert_to_official.py', 'epoch_1.pth/', 'hf_checkpoint.py', 'iter_500.pth/', 'llm_adapter/', 'other_modules/',
+    'projector/', 'projects/llava_sam2/hf/convert_to_hf.py', 'tests/trainers/test_NAME.py', 'visual_encoder/',
+    'zero_to_fp32.py',
+}  # fmt: skip
 MESSAGES = re.findall(r'^\| `([^`]+)` \|', PAGES['troubleshooting.md'].partition('## Not an error of this')[0], re.M)
+assert len(MESSAGES) >= 30
 #: What a value that varies may be: anything, but not what ends one message and begins the next.
 VARIES = '…'
 
@@ -111,10 +92,6 @@ def test_the_message_is_one_of_the_package(message):
     fixed = [part.strip() for part in message.split(VARIES) if len(part.strip()) > 2]
     pattern = '.*?'.join(map(re.escape, fixed))
     assert any(re.search(pattern, text, flags=re.DOTALL) for text in TEXTS), f'no message of the package: {fixed}'
-
-
-def test_there_are_many_messages():
-    assert len(MESSAGES) >= 30
 
 
 def test_tests_that_are_named_are_there():
@@ -202,9 +179,9 @@ def test_what_the_readme_counts_of_xtuners_configs():
 
 
 def test_the_page_of_options_is_made_from_their_descriptions():
-    from tools.options_page import page
-
-    assert PAGES['options.md'] == page()
+    assert PAGES['options.md'] == options_page.page()
+    chinese = (ROOT / 'docs' / 'zh_cn' / 'options.md').read_text(encoding='utf-8')
+    assert chinese == options_page.page(options_page.CHINESE)
 
 
 # Figures
@@ -276,15 +253,7 @@ def test_the_chinese_page_says_the_same(name):
     assert chinese <= english
 
 
-def test_the_chinese_page_of_options_is_made_from_their_descriptions():
-    from tools.options_page import CHINESE, page
-
-    assert (ROOT / 'docs' / 'zh_cn' / 'options.md').read_text(encoding='utf-8') == page(CHINESE)
-
-
 def test_a_meaning_that_was_translated_before_it_changed_is_told(tmp_path, monkeypatch):
-    from tools import options_page
-
     told = (ROOT / 'docs' / 'zh_cn' / 'options.json').read_text(encoding='utf-8')
     changed = json.loads(told)
     changed['dtype']['of'] = 'that of another meaning'

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import xhf_hooks
+from tests.helpers.checks.compare import assert_same_tensors, folder_tensors
 from tests.helpers.checks.pages import blocks, code
 from tests.helpers.models.zoo import build
 from xhf_hooks import exporters, extending, save_hf, sources
@@ -126,11 +127,7 @@ def test_a_model_that_is_none_of_transformers(tmp_path):
     exec(code('class WorldModelExporter', 'extending.md'), {})
     model = WorldModel()
     committed = save_hf(model, tmp_path / 'out')
-    from safetensors.torch import load_file
-
-    found = load_file(committed.path / 'model.safetensors')
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert_same_tensors(folder_tensors(committed.path), model.state_dict())
     assert not (committed.path / 'README.md').exists()  # transformers would not load it as the card would say
 
 
@@ -159,35 +156,20 @@ def test_what_any_exporter_leaves_out_is_told(tmp_path, caplog):
     assert '    from   WholeTensorsSource, for NetAlone' in caplog.text
 
 
-SPEC = TensorSpec('w', (2, 3), 'F32')
-ENTRY = ExportEntry('w', (2, 3), 'F32', ('w',))
+def spec(shape=(2, 3), dtype='F32', aliases=()):
+    return TensorSpec('w', shape, dtype, aliases)
 
 
-@pytest.mark.parametrize(
-    ('specs', 'entries', 'words'),
-    [
-        ([SPEC, SPEC], [ENTRY], r'Mine\.specs\(\): w: expected each name once, found it twice'),
-        (
-            [TensorSpec('w', (2, 3), torch.float32)],
-            [ENTRY],
-            r"Mine\.specs\(\): w: .*such as 'BF16'.*found torch\.float32",
-        ),
-        ([TensorSpec('w', torch.Size([2, 3]), 'F32'), None], [ENTRY], r'Mine\.specs\(\): .*found NoneType in it'),
-        ([TensorSpec('w', [2, 3], 'F32')], [ENTRY], r'Mine\.specs\(\): w: expected the shape as a tuple'),
-        (None, [ENTRY], r'Mine\.specs\(\): expected a list of TensorSpec, found NoneType'),
-        ([SPEC], [ExportEntry('w', (2, 3), 'F32', ('v',))], r"Out\.export\(\): w: expected in reads .*found 'v'"),
-        ([SPEC], [ExportEntry('w', (2, 3), 'F32', 'w')], r'Out\.export\(\): w: expected reads to be a tuple'),
-        ([SPEC], [ExportEntry('w', (3, 2), 'F32', ('w',))], r'Out\.export\(\): w: without combine, expected the shape'),
-        ([SPEC], [ExportEntry('w', (2, 3), 'float32', ('w',))], r"Out\.export\(\): w: .*found 'float32'"),
-        ([SPEC], None, r'Out\.export\(\): expected a list of ExportEntry, found NoneType'),
-        (
-            [TensorSpec('w', (2, 3), 'F32', ('tied',))],
-            [ExportEntry('w', (2, 3), 'F32', ('tied',))],
-            r"found 'tied', which is another name of w: read that",
-        ),
-    ],
-)
-def test_what_an_extension_returns_is_checked_at_the_door(tmp_path, specs, entries, words):
+def entry(shape=(2, 3), dtype='F32', reads=('w',)):
+    return ExportEntry('w', shape, dtype, reads)
+
+
+SPECS, ENTRIES = [spec()], [entry()]
+
+
+def error_of_extensions(folder, specs=SPECS, entries=ENTRIES, spread=None, gathered=None):
+    """The error of a save by a source and an exporter that return these."""
+
     @SOURCES.register_module()
     class Mine(Source):
         def __init__(self, model): ...
@@ -197,15 +179,12 @@ def test_what_an_extension_returns_is_checked_at_the_door(tmp_path, specs, entri
         def specs(self):
             return specs
 
+        def spread(self, specs, collective):
+            return spread or {}
+
         def gathered(self, specs, wanted):
-            return {}
+            return gathered or {}
 
-    _register_out(entries)
-    with pytest.raises(AgreedError, match=words):
-        save_hf(WorldModel(), tmp_path / 'out')
-
-
-def _register_out(entries):
     @EXPORTERS.register_module()
     class Out(Exporter):
         def __init__(self, model, module): ...
@@ -218,51 +197,68 @@ def _register_out(entries):
         def write_hf_assets(self, export, folder, tokenizer, eos_token_ids):
             return []
 
+    with pytest.raises(AgreedError) as caught:
+        save_hf(WorldModel(), folder / 'out')
+    return str(caught.value)
+
 
 @pytest.mark.parametrize(
-    ('spread', 'gathered', 'words'),
+    ('specs', 'words'),
     [
-        (
-            {'w': Spread(5, ())},
-            {},
-            r'Mine\.spread\(\): w: expected 6 elements, held by 1 rank, found Spread\(numel=5',
-        ),
-        (
-            {'w': Spread(6, (Axis(1, 1, 5),))},
-            {},
-            r'w: expected 6 elements, held by 1 rank, found Spread\(numel=6',
-        ),
-        (
-            {'w': Spread(6, (Axis(1, 2, 3),))},
-            {},
-            r'w: expected 6 elements, held by 1 rank, found Spread\(numel=6',
-        ),
-        ({'v': Spread(6, ())}, {}, r'Mine\.spread\(\): expected a Spread for names of tensors alone'),
-        ({'w': None}, {}, r'Mine\.spread\(\): expected a Spread .*found None'),
-        ({'w': Spread(6, ())}, {}, r'Mine\.spread\(\) names w: it needs local_elements\(\)'),
-        ({}, {}, r'w: Mine\.gathered\(\): expected the whole tensor, found None'),
-        ({}, {'w': torch.zeros(3, 2)}, r'w: Mine\.gathered\(\): expected F32 \(2, 3\), found torch\.float32 \(3, 2\)'),
+        ([spec(), spec()], r'w: expected each name once, found it twice'),
+        ([spec(dtype=torch.float32)], r"w: .*such as 'BF16'.*found torch\.float32"),
+        ([spec(torch.Size([2, 3])), None], r'.*found NoneType in it'),
+        ([spec([2, 3])], r'w: expected the shape as a tuple'),
+        (None, r'expected a list of TensorSpec, found NoneType'),
     ],
 )
-def test_what_a_source_reads_is_checked(tmp_path, spread, gathered, words):
-    @SOURCES.register_module()
-    class Mine(Source):
-        def __init__(self, model): ...
+def test_specs_are_checked_at_the_door(tmp_path, specs, words):
+    assert re.search(rf'Mine\.specs\(\): {words}', error_of_extensions(tmp_path, specs))
 
-        accepts = classmethod(lambda cls, model: isinstance(model, WorldModel))
 
-        def specs(self):
-            return [SPEC]
+@pytest.mark.parametrize(
+    ('specs', 'entries', 'words'),
+    [
+        (SPECS, [entry(reads=('v',))], r"w: expected in reads .*found 'v'"),
+        (SPECS, [entry(reads='w')], r'w: expected reads to be a tuple'),
+        (SPECS, [entry((3, 2))], r'w: without combine, expected the shape'),
+        (SPECS, [entry(dtype='float32')], r"w: .*found 'float32'"),
+        (SPECS, None, r'expected a list of ExportEntry, found NoneType'),
+        (
+            [spec(aliases=('tied',))],
+            [entry(reads=('tied',))],
+            r"w: .*found 'tied', which is another name of w: read that",
+        ),
+    ],
+)
+def test_entries_are_checked_at_the_door(tmp_path, specs, entries, words):
+    assert re.search(rf'Out\.export\(\): {words}', error_of_extensions(tmp_path, specs, entries))
 
-        def spread(self, specs, collective):
-            return spread
 
-        def gathered(self, specs, wanted):
-            return gathered
+@pytest.mark.parametrize(
+    ('spread', 'words'),
+    [
+        ({'w': Spread(5, ())}, r': w: expected 6 elements, held by 1 rank, found Spread\(numel=5'),
+        ({'w': Spread(6, (Axis(1, 1, 5),))}, r': w: expected 6 elements, held by 1 rank, found Spread\(numel=6'),
+        ({'w': Spread(6, (Axis(1, 2, 3),))}, r': w: expected 6 elements, held by 1 rank, found Spread\(numel=6'),
+        ({'v': Spread(6, ())}, r': expected a Spread for names of tensors alone'),
+        ({'w': None}, r': expected a Spread .*found None'),
+        ({'w': Spread(6, ())}, r' names w: it needs local_elements\(\)'),
+    ],
+)
+def test_what_a_source_says_of_ranks_is_checked(tmp_path, spread, words):
+    assert re.search(rf'Mine\.spread\(\){words}', error_of_extensions(tmp_path, spread=spread))
 
-    _register_out([ENTRY])
-    with pytest.raises(AgreedError, match=words):
-        save_hf(WorldModel(), tmp_path / 'out')
+
+@pytest.mark.parametrize(
+    ('gathered', 'words'),
+    [
+        ({}, r'expected the whole tensor, found None'),
+        ({'w': torch.zeros(3, 2)}, r'expected F32 \(2, 3\), found torch\.float32 \(3, 2\)'),
+    ],
+)
+def test_what_a_source_reads_is_checked(tmp_path, gathered, words):
+    assert re.search(rf'w: Mine\.gathered\(\): {words}', error_of_extensions(tmp_path, gathered=gathered))
 
 
 def test_an_error_of_shapes_names_the_source(tmp_path):

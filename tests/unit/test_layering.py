@@ -181,17 +181,8 @@ def test_heavy_packages_are_imported_when_used():
 
 #: Methods that open, connect, start, handle or communicate.
 ACTS = (
-    'start',
-    'connect',
-    'open',
-    'stage',
-    'from_rank0',
-    'signal',
-    'register',
-    'register_after_fork',
-    'mkdir',
-    'acquire',
-)
+    'start', 'connect', 'open', 'stage', 'from_rank0', 'signal', 'register', 'register_after_fork', 'mkdir', 'acquire',
+)  # fmt: skip
 #: MMEngine builds the hook, and then a loop that starts data loader workers, before it calls the hook.
 MUST_ACT = ['hooks/hf_checkpoint_hook.py: SignalProofChildren.start']
 

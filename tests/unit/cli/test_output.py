@@ -110,12 +110,14 @@ COMMANDS = {'xhf-convert': convert, 'xhf-verify': verify}
 
 
 @pytest.mark.parametrize('name', COMMANDS)
-def test_help_begins_with_the_usage_and_the_usual_calls(name, capsys):
+def test_help_fits_two_screens_and_begins_with_the_usual_calls(name, capsys, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
     with pytest.raises(SystemExit) as ended:
         COMMANDS[name].main(['--help'])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and said.startswith(f'usage: {name}')
-    assert said.index('usual calls:') < said.index('options:') and said.count(f'  {name} ') >= 3
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and lines[0].startswith(f'usage: {name}') and len(lines) <= 2 * 24
+    usual = lines[lines.index('usual calls:') : lines.index('options:')]
+    assert sum(line.startswith(f'  {name} ') for line in usual) >= 3
 
 
 @pytest.mark.parametrize('name', COMMANDS)

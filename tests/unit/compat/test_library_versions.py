@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from xhf_hooks.compat import deepspeed, peft, transformers
 from xhf_hooks.compat.huggingface_hub import split_into_files
@@ -103,16 +102,9 @@ def test_the_text_models_config_without_the_method():
     assert transformers.text_config(several) is several and transformers.text_config(plain) is plain
 
 
-@pytest.mark.modern_only
-@pytest.mark.skipif(not transformers.converts_weights(), reason='for the newest versions')
-def test_private_names_that_newer_versions_have():
-    """If one of them goes, what stands in its place must be looked at again (xhf_hooks/compat)."""
-    assert hasattr(distributed_c10d, '_set_pg_timeout')
-    assert hasattr(huggingface_hub, 'split_state_dict_into_shards_factory')
-
-
-#: Private names that the package asks for and does without if they are gone, so that no save would fail: the module
-#: whose source has them in the newest versions. (A save of another test fails when one of the other names goes.)
+#: Names, most of them private, that the package asks for and does without if they are gone, so that no save would
+#: fail: the module whose source has them in the newest versions. (A save of another test fails when one of the other
+#: names goes.)
 ASKED_FOR = {
     '_weight_conversions': 'transformers.core_model_loading',
     '_keys_to_ignore_on_load_missing': 'transformers.modeling_utils',
@@ -135,6 +127,8 @@ ASKED_FOR = {
     '_hp_mapping': 'deepspeed.utils.mixed_precision_linkage',
     '_z3_optimizer': 'deepspeed.runtime.zero.stage3',
     '_register_atexit': 'threading',
+    '_set_pg_timeout': 'torch.distributed.distributed_c10d',
+    'split_state_dict_into_shards_factory': 'huggingface_hub.serialization._base',
 }
 
 
@@ -142,5 +136,6 @@ ASKED_FOR = {
 @pytest.mark.skipif(not transformers.converts_weights(), reason='for the newest versions')
 @pytest.mark.parametrize(('name', 'module'), ASKED_FOR.items())
 def test_private_names_that_are_asked_for(name, module):
+    """If one of them goes, what stands in its place must be looked at again (xhf_hooks/compat)."""
     source = Path(find_spec(module).origin).read_text(encoding='utf-8')
     assert re.search(rf'\b{name}\b', source)

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import itertools
+import mmap
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,8 +60,6 @@ def test_all_of_it_stays_in_the_page_cache_where_somebody_reads_it_at_once(tmp_p
 
 def cached_nbytes(path):
     """How much of a file the page cache has (mincore(2))."""
-    import mmap
-
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open('r+b') as file, mmap.mmap(file.fileno(), 0) as mapped:
         pages = (ctypes.c_ubyte * (len(mapped) // mmap.PAGESIZE))()

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer, TrainingArguments
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.runs import frontends as doors
+from xhf_hooks.errors import OptionError
 
 PLUGIN = 'xhf_hooks.integrations.axolotl.HFCheckpointPlugin'
 
@@ -39,8 +41,6 @@ def read_yaml(plugin: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer_of(cfg: dict[str, Any]) -> Any:
-    from transformers import Trainer, TrainingArguments
-
     named = {name: cfg[name] for name in ('output_dir', 'save_strategy')}
     args = TrainingArguments(**named, max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True)
     return Trainer(model=odd_llama(), args=args, train_dataset=doors.Sequences())
@@ -72,8 +72,6 @@ def test_a_run_that_saves_nothing_else(plugin, tmp_path, options):
 
 def test_wrong_options_are_refused(plugin):
     from pydantic import ValidationError
-
-    from xhf_hooks.errors import OptionError
 
     with pytest.raises(ValidationError, match='save_stepz'):
         read_yaml(plugin, {'output_dir': 'out', 'hf_checkpoint': {'save_stepz': 2}})

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 
 from tests.helpers.checks.assert_intact import assert_whole
@@ -16,6 +16,29 @@ from xhf_hooks.errors import XhfError
 from xhf_hooks.files.manifest import read_manifest
 from xhf_hooks.places.store import read_pointer
 from xhf_hooks.runs.ends import save_requests
+
+#: Trainer compares a score each second step, and saves.
+BY_SCORE = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
+BY_SCORE |= dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
+
+
+def train_by_score(folder: Path, scores: dict[int, float], *callbacks: Any, **arguments: Any) -> Any:
+    """Train, and let Trainer save the weights that the model has at the end to ``theirs``.
+
+    Args:
+        scores: Iteration to score; of others it is 0.
+    """
+    with doors.fresh_accelerate():
+        trainer: Any = doors.make_trainer(folder, None, *callbacks, ddp_backend=None, **{**BY_SCORE, **arguments})
+        trainer.compute_metrics = lambda found: {'score': float(scores.get(trainer.state.global_step, 0))}
+        trainer.train()
+        trainer.save_model(str(folder / 'theirs'))
+    return trainer
+
+
+def saved_at(trainer: Any) -> list[int]:
+    """The steps of saves, as Trainer's log has them."""
+    return [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line]
 
 
 class Outer(TrainerCallback):
@@ -32,7 +55,7 @@ def test_it_saves_inside_another_callback(tmp_path):
         trainer: Any = doors.make_trainer(tmp_path, None, Outer(), ddp_backend=None)
         trainer.train()
     assert assert_whole(tmp_path / 'hf_model') == 4
-    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line] == [4]
+    assert saved_at(trainer) == [4]
     assert 'train_loss' in trainer.state.log_history[-1]
 
 
@@ -74,7 +97,7 @@ def test_saves_by_the_clock_and_some_for_good(tmp_path, monkeypatch):
     with doors.fresh_accelerate():
         trainer = doors.make_trainer(tmp_path, options, clock, ddp_backend=None, max_steps=10)
         trainer.train()
-    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line] == [3, 6, 9, 10]
+    assert saved_at(trainer) == [3, 6, 9, 10]
     found = {path.name: assert_whole(path) for path in tmp_path.glob('hf_model*')}
     assert found == {'hf_model': 10, 'hf_model_iter_6': 6, 'hf_model_iter_9': 9}
 
@@ -161,10 +184,8 @@ def test_each_trial_of_a_search_has_a_folder(tmp_path, monkeypatch, is_named, ha
         trainer = doors.make_trainer(tmp_path / 'out', None, saves, ddp_backend=None)
         for number in range(3):
             if is_named:
-                trainer.hp_name, trainer._trial = (
-                    (lambda trial: f'lr-{trial["learning_rate"]}'),
-                    {'learning_rate': number},
-                )
+                trainer.hp_name = lambda trial: f'lr-{trial["learning_rate"]}'
+                trainer._trial = {'learning_rate': number}
             trainer.train(trial={'learning_rate': number})
             trainer.save_model(str(tmp_path / 'theirs' / str(number)))
     for number in range(3):
@@ -179,16 +200,10 @@ def test_each_trial_of_a_search_has_a_folder(tmp_path, monkeypatch, is_named, ha
 @pytest.mark.parametrize(('best', 'last'), [(2, 6), (2, 4), (6, 6)])
 def test_a_save_is_named_after_its_weights(tmp_path, own_steps, best, last):
     """load_best_model_at_end, also after early stopping. What was saved of the last step stays."""
-    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
-    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
     own = {} if own_steps is None else dict(save_strategy='steps', save_steps=own_steps)
     saves = HFCheckpointCallback(save_total_limit=None, **own)
     stops = [EarlyStoppingCallback(early_stopping_patience=1)] if last == 4 else []
-    with doors.fresh_accelerate():
-        trainer = doors.make_trainer(tmp_path, None, saves, *stops, ddp_backend=None, **trains, **chooses)
-        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == best)}
-        trainer.train()
-        trainer.save_model(str(tmp_path / 'theirs'))
+    trainer = train_by_score(tmp_path, {best: 1}, saves, *stops)
     assert trainer.state.global_step == last
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
     found = {path.name: read_manifest(path).step.iteration for path in tmp_path.glob('hf_model*')}
@@ -211,15 +226,10 @@ class AskForSave(TrainerCallback):
 @pytest.mark.parametrize('loads_best', [True, False])
 def test_what_trainer_saves_as_the_best_stays(tmp_path, loads_best, save_last):
     """save_strategy='best'. What another callback asks for, and the last save, do not replace it."""
-    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='best', max_steps=8)
-    chooses = dict(load_best_model_at_end=loads_best, metric_for_best_model='score', greater_is_better=True)
     scores = {2: 0.1, 4: 0.9, 6: 0.2, 8: 0.3}
     saves = HFCheckpointCallback(save_last=save_last, async_save=True)
-    with doors.fresh_accelerate():
-        trainer = doors.make_trainer(tmp_path, None, saves, AskForSave(), ddp_backend=None, **trains, **chooses)
-        trainer.compute_metrics = lambda found: {'score': scores[trainer.state.global_step]}
-        trainer.train()
-        trainer.save_model(str(tmp_path / 'theirs'))
+    own = dict(save_strategy='best', max_steps=8, load_best_model_at_end=loads_best)
+    trainer = train_by_score(tmp_path, scores, saves, AskForSave(), **own)
     newest = 3 if not save_last else 4 if loads_best else 8
     found = {path.name: read_manifest(path).step.iteration for path in tmp_path.glob('hf_model*')}
     assert found == {'hf_model': newest, 'hf_model_best': 4}
@@ -227,45 +237,26 @@ def test_what_trainer_saves_as_the_best_stays(tmp_path, loads_best, save_last):
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / ('theirs' if save_last else 'checkpoint-3'))
     best = read_manifest(tmp_path / 'hf_model_best').manifest_fields['best']
     assert best == {'metric': 'score', 'score': 0.9, 'rule': 'greater'}
-    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line][:3] == [2, 3, 4]
+    assert saved_at(trainer)[:3] == [2, 3, 4]
 
 
 def test_the_best_weights_are_saved_although_the_clock_requested_a_save_of_the_last_step(tmp_path, monkeypatch):
     """Trainer loads the weights of step 2 at the end, which are not those that were saved after the last step."""
     clock = MinutePerStep()
     monkeypatch.setattr(save_requests, 'time', clock)
-    options = dict(save_strategy='no', interval_minutes=5)
-    trains = dict(eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2, max_steps=6)
-    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
-    with doors.fresh_accelerate():
-        trainer = doors.make_trainer(tmp_path, options, clock, ddp_backend=None, **trains, **chooses)
-        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == 2)}
-        trainer.train()
-        trainer.save_model(str(tmp_path / 'theirs'))
-    assert [line['step'] for line in trainer.state.log_history if 'hf_checkpoint/seconds' in line] == [6, 2]
+    saves = HFCheckpointCallback(save_strategy='no', interval_minutes=5)
+    trainer = train_by_score(tmp_path, {2: 1}, saves, clock)
+    assert saved_at(trainer) == [6, 2]
     assert assert_whole(tmp_path / 'hf_model') == 2
     assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'theirs')
 
 
 def test_a_save_of_the_last_weights_is_named_after_them_if_no_others_were_loaded(tmp_path, monkeypatch):
     """Trainer only warns if it does not find the files of the best checkpoint, as on another host."""
-    chooses = dict(load_best_model_at_end=True, metric_for_best_model='score', greater_is_better=True)
-    with doors.fresh_accelerate():
-        trainer = doors.make_trainer(
-            tmp_path,
-            {},
-            ddp_backend=None,
-            eval_strategy='steps',
-            eval_steps=2,
-            save_strategy='steps',
-            save_steps=2,
-            **chooses,
-        )
-        trainer.compute_metrics = lambda found: {'score': float(trainer.state.global_step == 2)}
-        monkeypatch.setattr(trainer, '_load_best_model', lambda: None)
-        trainer.train()
-    assert assert_whole(tmp_path / 'hf_model') == 4
-    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'checkpoint-4')
+    monkeypatch.setattr(Trainer, '_load_best_model', lambda trainer: None)
+    train_by_score(tmp_path, {2: 1}, HFCheckpointCallback())
+    assert assert_whole(tmp_path / 'hf_model') == 6
+    assert_same_folder_tensors(tmp_path / 'hf_model', tmp_path / 'checkpoint-6')
 
 
 @pytest.mark.parametrize('is_inside', [True, False])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.compare import assert_same_folder_tensors
+from tests.helpers.faults.slow_disk import held_disk
 from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, REPO_ROOT, run_program
 from tests.helpers.runs.engines import open_run
@@ -45,11 +47,10 @@ def planned(monkeypatch) -> mock.Mock:
 
 
 @pytest.fixture
-def disk(monkeypatch) -> threading.Event:
-    """Nothing is written completely before it is set."""
-    may_write, finish = threading.Event(), Writer.finish
-    monkeypatch.setattr(Writer, 'finish', lambda self: (may_write.wait(HANG_SECS), finish(self))[1])
-    return may_write
+def disk() -> Iterator[threading.Event]:
+    """Nothing is written before it is set."""
+    with held_disk() as may_write:
+        yield may_write
 
 
 @pytest.mark.parametrize('async_save', [False, True])
@@ -73,11 +74,15 @@ def test_calls_for_one_model_plan_once(tmp_path, planned, monkeypatch, caplog, a
         assert_same_folder_tensors(committed.path, tmp_path / f'theirs_{step}')
 
 
-def test_another_plan_for_other_options_and_other_tensors(tmp_path, planned):
+def test_another_plan_for_other_options_and_other_tensors(tmp_path, planned, caplog):
+    """Calls repeat nothing that an earlier one has said, but what became of the save, and another plan."""
+    caplog.set_level('INFO')
     model = odd_llama()
-    for options in ({}, dict(dtype='bfloat16'), dict(dtype='bfloat16'), {}):
+    other = dict(dtype='bfloat16', max_shard_size='20KB')
+    for options in ({}, other, other, {}):
         save_hf(model, tmp_path / 'hf_model', **options)
     assert planned.call_count == 3
+    assert [caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_')] == [2, 1, 4]
     model.resize_token_embeddings(model.config.vocab_size + 3)
     save_hf(model, tmp_path / 'hf_model')
     model.config.rope_theta = 5.0  # no tensor: each save asks

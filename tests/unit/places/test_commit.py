@@ -6,6 +6,7 @@ A save that is being read stays, under one name, while the next ones come and go
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -40,6 +41,13 @@ def test_a_reader_never_finds_the_name_missing(folder, monkeypatch):
     assert found == [2]  # when the old one is deleted
 
 
+def save_all(folder: CheckpointFolder, numbers: Iterable[int]) -> None:
+    """A run's saves, and its end."""
+    for number in numbers:
+        commit_one(folder, number)
+    folder.unlock()
+
+
 @pytest.mark.parametrize(
     ('max_keep', 'runs', 'older'),
     [
@@ -53,11 +61,8 @@ def test_a_reader_never_finds_the_name_missing(folder, monkeypatch):
 def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
     (tmp_path / 'hf_model').mkdir()  # that it is there, and empty, is no reason to stop
     for numbers in runs:
-        folder = claim(max_keep)
-        for number in numbers:
-            commit_one(folder, number)
-        folder.unlock()
-    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
+        save_all(claim(max_keep), numbers)
+    assert visible(tmp_path) == {'hf_model': runs[-1][-1], **{f'hf_model_iter_{n}': n for n in older}}
     assert hidden(tmp_path) == set()
 
 
@@ -74,11 +79,8 @@ def test_older_saves(max_keep, runs, older, tmp_path, both_ways, claim):
 )
 def test_the_first_save_of_every_three_iterations_stays(max_keep, runs, older, tmp_path, both_ways, claim):
     for numbers in runs:
-        folder = claim(max_keep, keep_every=3, is_resumed=True)
-        for number in numbers:
-            commit_one(folder, number)
-        folder.unlock()
-    assert visible(tmp_path) == {'hf_model': numbers[-1], **{f'hf_model_iter_{n}': n for n in older}}
+        save_all(claim(max_keep, keep_every=3, is_resumed=True), numbers)
+    assert visible(tmp_path) == {'hf_model': runs[-1][-1], **{f'hf_model_iter_{n}': n for n in older}}
     assert hidden(tmp_path) == set()
 
 
@@ -117,10 +119,7 @@ def test_two_trainings_save_into_one_folder(case, tmp_path, both_ways, claim):
     """The newest saves are counted over both. What a training keeps for good, no other one deletes."""
     *runs, expected = TRAININGS[case]
     for options, numbers in runs:
-        folder = claim(**options)
-        for number in numbers:
-            commit_one(folder, number)
-        folder.unlock()
+        save_all(claim(**options), numbers)
     assert visible(tmp_path) == {f'hf_model{suffix}': n for suffix, n in expected.items()}
     assert hidden(tmp_path) == set()
 
@@ -259,9 +258,7 @@ def test_the_folder_above_may_be_a_link(tmp_path):
     (tmp_path / 'out').symlink_to(tmp_path / 'disk')
     folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1)
     folder.prepare()
-    for number in (1, 2):
-        commit_one(folder, number)
-    folder.unlock()
+    save_all(folder, (1, 2))
     assert visible(tmp_path / 'disk') == {'hf_model': 2}
 
 
@@ -343,10 +340,7 @@ def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, mon
 
 def test_a_commit_reads_no_manifest_however_many_older_saves_there_are(claim, both_ways, tmp_path, monkeypatch):
     """It has a line for each tensor. Those of other runs are read once, before training."""
-    folder = claim(max_keep=3, keep_every=2)
-    for number in range(1, 10):
-        commit_one(folder, number)
-    folder.unlock()
+    save_all(claim(max_keep=3, keep_every=2), range(1, 10))
     monkeypatch.setattr(SiblingFolders, '_records', {})  # as in another process
     read, parse = [], manifest.parse_manifest
     monkeypatch.setattr(manifest, 'parse_manifest', lambda data, where: read.append(where) or parse(data, where))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.checks.compare import bytes_in
 from tests.helpers.runs.small_saves import LOCK, commit_with, failing, hidden
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, put_partial, put_whole, visible
 from xhf_hooks.errors import TargetError
@@ -46,8 +47,7 @@ def of_a_newer_version(path: Path) -> None:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    files = [path] if path.is_file() else [each for each in path.rglob('*') if each.is_file()]
-    return {str(each): each.read_bytes() for each in files}
+    return {'': path.read_bytes()} if path.is_file() else bytes_in(path)
 
 
 # Older saves

@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import sys
 import uuid
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -92,29 +94,28 @@ def test_no_empty_folder_stays_of_a_deleted_save(tmp_path, local):
     assert [path.name for path in (root / 'hf_model_iter_1').iterdir()] == ['own']
 
 
+class Failing:
+    """A file system of which one call fails, always or the first times."""
+
+    def __init__(self, fs, call, error, n_times=sys.maxsize):
+        self._fs, self._call, self._error, self._n_left = fs, call, error, n_times
+
+    def __getattr__(self, name):
+        if name != self._call or not self._n_left:
+            return getattr(self._fs, name)
+        self._n_left -= 1
+        return mock.Mock(side_effect=self._error)
+
+
 def test_a_repeated_request_draws_no_random_number_of_training(url, tmp_path):
     """Ranks that draw together would no longer draw the same. The store is away for a while."""
     store = Store.open(url, warn=(said := []).append)
-    store._fs = Flaky(store._fs, 2)
+    store._fs = Failing(store._fs, 'pipe_file', ConnectionError('away'), 2)
     before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
     store.put('a', b'content')
     after = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
     assert store.get('a') == b'content' and len(said) == 2
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
-
-
-class Flaky:
-    """A file system whose first requests fail."""
-
-    def __init__(self, fs, n_failing):
-        self._fs, self._n_failing = fs, n_failing
-
-    def __getattr__(self, name):
-        found = getattr(self._fs, name)
-        if name != 'pipe_file' or not self._n_failing:
-            return found
-        self._n_failing -= 1
-        raise ConnectionError('away')
 
 
 def test_a_step_that_is_saved_again_gets_another_name(saves, local, url):
@@ -206,22 +207,10 @@ def test_a_run_without_an_upload_leaves_nothing(local, tmp_path, is_begun):
     assert [*(tmp_path / 'store').iterdir()] == []
 
 
-class NoDelete:
-    """A file system whose credentials do not allow deletions."""
-
-    def __init__(self, fs):
-        self._fs = fs
-
-    def __getattr__(self, name):
-        def refuse(*args, **options):
-            raise PermissionError('Access Denied')
-
-        return refuse if name == 'rm_file' else getattr(self._fs, name)
-
-
 def test_a_store_that_allows_no_deletion_is_used_if_nothing_will_be_deleted(url):
+    """Its credentials may not."""
     store = Store.open(url, warn=(said := []).append)
-    store._fs = NoDelete(store._fs)
+    store._fs = Failing(store._fs, 'rm_file', PermissionError('Access Denied'))
     with pytest.raises(StoreError, match='cannot delete: PermissionError: Access Denied'):
         store.require_usable()
     said.clear()
@@ -230,14 +219,13 @@ def test_a_store_that_allows_no_deletion_is_used_if_nothing_will_be_deleted(url)
 
 
 def test_what_could_not_be_deleted_is_deleted_with_the_next_save(saves, local, url, monkeypatch):
-    delete = Store.delete
     for number in (1, 2):
         publish(saves, local, number)
     with monkeypatch.context() as away:
-        away.setattr(Store, 'delete', lambda self, keys: (_ for _ in ()).throw(StoreError('away')))
+        away.setattr(Store, 'delete', mock.Mock(side_effect=StoreError('away')))
         publish(saves, local, 3)
     assert saves.said == ['the save is complete, but older objects were not all deleted: away']
-    assert 'hf_model_iter_1' in folders_in(Store.open(url)) and Store.delete is delete
+    assert 'hf_model_iter_1' in folders_in(Store.open(url))
     publish(saves, local, 4)
     assert folders_in(Store.open(url)) == {'hf_model_iter_3', 'hf_model_iter_4'}
 

@@ -9,20 +9,17 @@ import pytest
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from tests.helpers.checks.compare import bytes_in
 from tests.helpers.models.adapted import adapted, around
 from tests.helpers.models.model_folder import edit_json, save_model
 from tests.helpers.models.zoo import build
+from tests.helpers.runs.engines import open_run
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
-from xhf_hooks.options import RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.runs.access import prepare_targets
-from xhf_hooks.runs.run import Run
-from xhf_hooks.runs.run_info import RunInfo
-from xhf_hooks.runs.telemetry import RunLog
-from xhf_hooks.runs.unwrap import unwrap
 
 
 def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_path):
@@ -89,19 +86,14 @@ def remove(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(base)
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
-
-
 @pytest.mark.parametrize('change', [leave, remove])
 @pytest.mark.parametrize('is_run', [True, False])
 def test_each_save_has_what_the_base_had_before_training(base, tmp_path, monkeypatch, change, is_run):
     """Whatever became of it since then, in a run, and between two calls."""
-    model, before = LlamaForCausalLM.from_pretrained('base'), files_in(base)
+    model, before = LlamaForCausalLM.from_pretrained('base'), bytes_in(base)
     out = tmp_path / 'out' / 'hf_model'
     if is_run:
-        log = RunLog(logging.getLogger('test'), 'test')
-        saves = Run.open(RunInfo(unwrap(model), out, schedule='now'), RunOptions(), log)
+        saves = open_run(model, out)
         change(base, monkeypatch)
         saves.save(iteration(1))
         model.config.bos_token_id = 2  # so that the next save is planned again
@@ -112,7 +104,7 @@ def test_each_save_has_what_the_base_had_before_training(base, tmp_path, monkeyp
         save_hf(model, out, tokenizer=tokenizer)
         change(base, monkeypatch)
         save_hf(model, out, tokenizer=tokenizer)
-    found = files_in(out)
+    found = bytes_in(out)
     assert {name: found.get(name) for name in OF_BASE} == {name: before[name] for name in OF_BASE}
 
 

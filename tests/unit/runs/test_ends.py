@@ -17,6 +17,7 @@ import torch
 
 from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.stored import runs_in
+from tests.helpers.faults.slow_disk import held_disk
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.launch import HANG_SECS
 from tests.helpers.runs.tiny_checkpoint import iteration
@@ -65,6 +66,11 @@ def no_run_before(caplog):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def full(*args: Any) -> None:
+    """Of a disk: stands in for a write."""
+    raise OSError(28, 'No space left on device')
+
+
 def ended(saves: Run) -> Run:
     saves._context.background.wait()
     return saves
@@ -72,9 +78,6 @@ def ended(saves: Run) -> Run:
 
 @pytest.mark.parametrize('on_error', ['continue', 'raise'])
 def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_path, caplog, monkeypatch):
-    def full(*args: Any) -> None:
-        raise OSError(28, 'No space left on device')
-
     saves = Frontend().begin(tmp_path / 'hf_model', async_save=True, on_error=on_error)
     with monkeypatch.context() as disk:
         disk.setattr(OutputFile, 'write', full)
@@ -96,9 +99,6 @@ def test_a_failed_background_save_is_told_at_the_next_iteration(on_error, tmp_pa
 
 @pytest.mark.parametrize('async_save', [True, False])
 def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp_path, caplog, monkeypatch):
-    def full(*args: Any) -> None:
-        raise OSError(28, 'No space left on device')
-
     saves = Frontend().begin(tmp_path / 'hf_model', async_save=async_save)
     for number in (20, 40, 60):
         with monkeypatch.context() as disk:
@@ -112,9 +112,6 @@ def test_a_failed_save_names_a_previous_one_only_if_there_is_one(async_save, tmp
 
 @pytest.mark.parametrize('failing', ['best', 'newest'])
 def test_the_last_save_is_made_again_only_if_it_failed_and_not_the_best_one(failing, tmp_path, monkeypatch):
-    def full(*args: Any) -> None:
-        raise OSError(28, 'No space left on device')
-
     saves = Frontend().begin(tmp_path / 'hf_model', suffixes=['best'], async_save=True)
     for name, target in (('newest', saves.newest), ('best', saves.extra_targets['best'])):
         with monkeypatch.context() as disk:
@@ -255,18 +252,17 @@ def test_two_hooks_that_upload_to_the_same_url_do_not_meet(tmp_path, caplog):
 
 @pytest.mark.parametrize('exit_wait_secs', [0, 0.2])
 def test_all_that_has_not_finished_is_told_once_at_any_limit(exit_wait_secs, tmp_path, caplog, monkeypatch):
-    may_end, write = threading.Event(), OutputFile.write
+    may_end = threading.Event()
     monkeypatch.setattr(Uploads, 'process', lambda *args: may_end.wait(HANG_SECS))
     more = {'async_save': True, 'upload_to': (tmp_path / 'stored').as_uri(), 'exit_wait_secs': exit_wait_secs}
     saves = Frontend().begin(tmp_path / 'hf_model', **more)
-    monkeypatch.setattr(OutputFile, 'write', lambda *args: (may_end.wait(HANG_SECS), write(*args))[1])
-    uploads = saves._after_saves.uploads
-    uploads.add(SaveJob('hf_model', iteration(1), tmp_path, lambda: None, 1))
-    saves.save(iteration(2))
-    for _ in range(2):
-        saves._end.wait_before_exit()
-    told = [record.getMessage() for record in caplog.records if 'not finished' in record.getMessage()]
-    may_end.set()
+    saves._after_saves.uploads.add(SaveJob('hf_model', iteration(1), tmp_path, lambda: None, 1))
+    with held_disk() as may_write:
+        saves.save(iteration(2))
+        for _ in range(2):
+            saves._end.wait_before_exit()
+        may_write.set(), may_end.set()
+    told = [message for message in caplog.messages if 'not finished' in message]
     limit = f'not finished within exit_wait_secs={exit_wait_secs:g} s'
     assert told == [f'test: a save in the background: {limit}: iter_2', f'test: uploads: {limit}: hf_model, iter_1']
 
@@ -278,17 +274,13 @@ def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
     assert 'SIGUSR2: no save was made: training has ended' in caplog.text
 
 
-@pytest.mark.parametrize('more', [{}, {'on_saved': ['echo', '{"a": 1}']}, {'upload_to': True}, {'fails': True}])
-def test_a_run_that_is_forgotten_is_freed(more, tmp_path, monkeypatch):
+@pytest.mark.parametrize('what', ['saves', 'on_saved', 'upload_to', 'a save that fails'])
+def test_a_run_that_is_forgotten_is_freed(what, tmp_path, monkeypatch):
     """After Ctrl-C in a notebook, which notifies nobody."""
-    fails = more == {'fails': True}
-    if fails:
-        more = {}
-    elif 'upload_to' in more:
-        more = {'upload_to': (tmp_path / 'stored').as_uri()}
+    values = {'on_saved': ['echo', '{"a": 1}'], 'upload_to': (tmp_path / 'stored').as_uri()}
     run = Frontend()
-    saves = run.begin(tmp_path / 'hf_model', async_save=True, **more)
-    if fails:
+    saves = run.begin(tmp_path / 'hf_model', async_save=True, **({what: values[what]} if what in values else {}))
+    if what == 'a save that fails':
         monkeypatch.setattr(OutputFile, 'write', lambda *args: 1 / 0)
     saves.save(iteration(1))
     del saves

@@ -131,17 +131,6 @@ def test_warnings_that_alternate_are_logged_once_each(log, caplog):
     assert caplog.messages == ['Door: not saved: a', 'Door: not saved: b']
 
 
-def test_calls_do_not_repeat_what_an_earlier_one_has_said(tmp_path, caplog):
-    """But what became of the save, and another plan."""
-    caplog.set_level(logging.INFO)
-    n_lines, model = [], llama()
-    for dtype in (None, None, 'bfloat16'):
-        caplog.clear()
-        save_hf(model, tmp_path / 'hf_model', dtype=dtype)
-        n_lines.append([caplog.text.count(text) for text in ('ready to save', 'no tokenizer', 'saved iter_0')])
-    assert n_lines == [[1, 1, 1], [0, 0, 1], [1, 0, 1]]
-
-
 def test_an_error_that_all_ranks_share_is_logged_once(log, caplog):
     """By rank 0, also if the save is tried again; each rank says which contact it has lost."""
     for rank in (0, 1):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.runs.engines import Saver
@@ -32,8 +33,6 @@ MOST_CALLS = 120
 
 def calls_of_a_save(n_layers: int, root: Any) -> tuple[int, int]:
     """Calls of Python functions in the second save of a model, and its number of tensors."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=n_layers, num_attention_heads=2, vocab_size=32
     )

@@ -27,6 +27,13 @@ SAVE_AT = [1, 2, 4, 8, 16, 32, 64]
 KILLED_AT = 37
 
 
+@pytest.fixture(autouse=True)
+def reads_own_checkpoints(monkeypatch):
+    """torch.load's default keeps Trainer and MMEngine from reading the random states in their own checkpoints."""
+    load = torch.load
+    monkeypatch.setattr(torch, 'load', lambda *args, **how: load(*args, **{**how, 'weights_only': False}))
+
+
 def by_trainer(root: Path, every: int, until: int, *, resume: bool) -> None:
     saves = dict(out_dir=root / 'out' / 'hf_model', save_strategy='steps', save_steps=every, keep_every=4)
     with doors.fresh_accelerate():
@@ -49,12 +56,8 @@ def by_own_loop(root: Path, every: int, until: int, *, resume: bool) -> None:
 
 
 @pytest.mark.parametrize('frontend', [by_trainer, by_mmengine, by_own_loop], ids=lambda one: one.__name__)
-def test_each_training_keeps_its_own_saves_for_good(tmp_path, monkeypatch, frontend: Callable[..., None]):
+def test_each_training_keeps_its_own_saves_for_good(tmp_path, frontend: Callable[..., None]):
     """One of 6 steps, which goes on to step 9, and another one of 8. Saves at 5 and 9, at 3, 6 and 8."""
-    # torch.load's default keeps Trainer and MMEngine from reading the random states in their own checkpoints
-    monkeypatch.setattr(
-        torch, 'load', lambda *args, load=torch.load, **how: load(*args, **{**how, 'weights_only': False})
-    )
     frontend(tmp_path, 5, 6, resume=False)
     frontend(tmp_path, 5, 9, resume=True)
     frontend(tmp_path, 3, 8, resume=False)
@@ -104,15 +107,12 @@ def save_at_by_mmengine(root: Path, *, resume: bool) -> None:
 
 
 @pytest.mark.parametrize('frontend', [save_at_by_trainer, save_at_by_mmengine], ids=lambda one: one.__name__)
-def test_iterations_of_save_at_are_there_after_a_kill_and_a_resume(tmp_path, monkeypatch, frontend):
+def test_iterations_of_save_at_are_there_after_a_kill_and_a_resume(tmp_path, frontend):
     """The resumed run counts on, and the iteration that both have saved is there as the resumed run saved it."""
     killed = start_process(partial(frontend, resume=False), tmp_path)
     killed.join()
     assert killed.exitcode == -SIGKILL
     assert sorted(map(assert_whole, tmp_path.glob('hf_model*'))) == [1, 2, 4, 8, 16, 32]
-    monkeypatch.setattr(
-        torch, 'load', lambda *args, load=torch.load, **how: load(*args, **{**how, 'weights_only': False})
-    )
     frontend(tmp_path, resume=True)
     found = {path.name: assert_whole(path) for path in tmp_path.glob('hf_model*')}
     assert found == {'hf_model': 64, **{f'hf_model_iter_{number}': number for number in SAVE_AT[:-1]}}

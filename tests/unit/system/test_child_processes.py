@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, util
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ def test_multiprocessing_has_the_names_that_it_does_not_promise():
     """The one test that says which name has gone; the others would show how children die."""
     assert list(inspect.signature(util.register_after_fork).parameters) == ['obj', 'func']
     assert isinstance(multiprocessing.current_process()._config, dict)
+    assert popen_spawn_posix.Popen and popen_forkserver.Popen
     assert list(inspect.signature(util.spawnv_passfds).parameters) == ['path', 'args', 'passfds']
     assert hasattr(forkserver._forkserver, '_forkserver_pid')
     assert list(inspect.signature(subprocess.Popen._execute_child).parameters)[:4] == [
@@ -159,12 +160,8 @@ def test_a_child_that_got_a_signal_does_not_outlive_its_parent(method, tmp_path)
         time.sleep(0.02)
 
 
-def test_what_multiprocessing_must_have(monkeypatch):
-    """Its private parts that this needs; each start method above fails without its own."""
-    from multiprocessing import popen_forkserver, popen_spawn_posix, util
-
+def test_the_last_of_several_runs_restores_multiprocessing(monkeypatch):
     monkeypatch.setattr('multiprocessing.forkserver._forkserver._forkserver_pid', None)  # of other tests
-    assert isinstance(multiprocessing.current_process()._config, dict)
     before = util.spawnv_passfds
     told: list[str] = []
     one, two = SignalProofChildren.start(SIGNALS), SignalProofChildren.start(SIGNALS[:1], told.append)
@@ -173,8 +170,6 @@ def test_what_multiprocessing_must_have(monkeypatch):
     assert util.spawnv_passfds != before and told == []
     two.close()
     assert util.spawnv_passfds == before
-    for module in (popen_spawn_posix, popen_forkserver):
-        assert module.Popen
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from xhf_hooks.system.files import errors_naming
 
@@ -17,8 +18,6 @@ def write_in_python() -> None:
 
 
 def write_in_rust() -> None:
-    from tokenizers import Tokenizer, models
-
     Tokenizer(models.WordLevel({'word': 0}, unk_token='word')).save(str(FULL))
 
 

@@ -1,6 +1,5 @@
 """The command of ``on_saved``: its turn, what it may do, what is left of it, and what becomes of its output."""
 
-import contextlib
 import json
 import logging
 import multiprocessing
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks.launch import HANG_SECS, until
+from tests.helpers.ranks.processes import is_alive
 from tests.helpers.runs import on_saved_family
 from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration
 from xhf_hooks.errors import OptionError
@@ -92,16 +92,6 @@ def python(script: str, *arguments: str) -> list[str]:
 
 def members(folder: Path) -> list[int]:
     return [int(path.stem) for path in folder.glob('*.pid')]
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those that have not ended; one that nobody has waited for has."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f'/proc/{pid}/stat').read_bytes().rpartition(b')')[2].split()[0] != b'Z':
-                found.append(pid)
-    return found
 
 
 def test_the_newest_that_waits_is_next_and_errors_are_lines_in_the_log(waiting, tmp_path, caplog):
@@ -194,7 +184,7 @@ def test_nothing_is_left_of_a_command(run_of, tmp_path, how, caplog, monkeypatch
     said = {'it ends': '', 'out of time': 'killed by signal 9', 'training has ended': 'cancelled: training has ended'}
     assert said[how] in caplog.text
     assert members(tmp_path)
-    until(lambda: alive(members(tmp_path)) == [])
+    until(lambda: not any(map(is_alive, members(tmp_path))))
 
 
 def _run_family(folder: Path) -> None:
@@ -209,7 +199,7 @@ def test_nothing_is_left_when_the_run_is_killed(tmp_path):
     until(lambda: len(members(tmp_path)) == on_saved_family.MEMBERS)
     rank.kill()
     rank.join()
-    until(lambda: alive(members(tmp_path)) == [])
+    until(lambda: not any(map(is_alive, members(tmp_path))))
 
 
 def test_the_save_is_safe_from_the_command_and_what_the_command_adds_is_kept(run_of, tmp_path, monkeypatch):
