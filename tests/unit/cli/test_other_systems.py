@@ -62,19 +62,15 @@ def run(system: str, command: str, *args: object) -> Any:
 def test_a_mac_converts_and_verifies(folder):
     """The bytes are those that Linux writes."""
     for system, out in ((MAC, 'mac'), ('import sys', 'linux')):
-        done = run(
-            system, 'convert', folder / 'weights.pth', folder / out, '--base', folder / 'base', '--verify', 'full'
-        )
+        options = ['--base', folder / 'base', '--verify', 'full']
+        done = run(system, 'convert', folder / 'weights.pth', folder / out, *options)
         assert done.returncode == 0 and 'verified' in done.stdout, done.stderr
     for file in (folder / 'linux').iterdir():
         assert (folder / 'mac' / file.name).read_bytes() == file.read_bytes() or file.name == 'xhf_manifest.json'
     done = run(MAC, 'verify', folder / 'mac')
     assert done.returncode == 0 and ': good (' in done.stdout, done.stderr
-    assert (
-        run(MAC, 'verify', '--compare', folder / 'mac', folder / 'linux')
-        .stdout.splitlines()[-1]
-        .startswith('identical: 21 ')
-    )
+    done = run(MAC, 'verify', '--compare', folder / 'mac', folder / 'linux')
+    assert done.stdout.splitlines()[-1].startswith('identical: 21 ')
 
 
 @pytest.mark.parametrize('has_base', [False, True])

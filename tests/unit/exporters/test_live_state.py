@@ -57,12 +57,9 @@ def test_what_training_writes_into_configs_of_adapted_models(tmp_path):
     model.get_base_model().generation_config.top_k = 7
     model.peft_config['default'] = copy.copy(model.peft_config['default'])
     model.peft_config['default'].lora_alpha = 99
-    for name, field, value in (
-        ('config.json', 'pad_token_id', 7),
-        ('generation_config.json', 'top_k', 7),
-        ('adapter/adapter_config.json', 'lora_alpha', 99),
-    ):
-        assert written(exporter, tmp_path, name)[field] == value
+    assert written(exporter, tmp_path, 'config.json')['pad_token_id'] == 7
+    assert written(exporter, tmp_path, 'generation_config.json')['top_k'] == 7
+    assert written(exporter, tmp_path, 'adapter/adapter_config.json')['lora_alpha'] == 99
     assert model.peft_config['default'].inference_mode is False
 
 
@@ -123,9 +120,8 @@ def test_the_models_own_tokenizer_goes_before_a_recipe(llama):
     base = llm.config._name_or_path
     recipe = dict(type='transformers.AutoTokenizer.from_pretrained', pretrained_model_name_or_path=base)
     exporter = planned(model)
-    assert (
-        find_tokenizer(None, recipe, exporter, model) == find_tokenizer(None, None, exporter, model) == (tokenizer, [])
-    )
+    for given in (recipe, None):
+        assert find_tokenizer(None, given, exporter, model) == (tokenizer, [])
     other = transformers.AutoTokenizer.from_pretrained(base)
     assert find_tokenizer(None, other, exporter, model)[0] is other  # of the run itself
     assert len(find_tokenizer(base, recipe, exporter, model)[0]) == len(other)  # of the option
@@ -300,10 +296,8 @@ def test_a_class_that_its_config_alone_does_not_build(is_tied, lora, tmp_path, c
     before = {name: (id(tensor), tensor.tolist()) for name, tensor in module_tensors(trained)}
     save_hf(trained, tmp_path / 'saved', **({} if lora is None else {'lora': lora}))
     assert {name: (id(tensor), tensor.tolist()) for name, tensor in module_tensors(trained)} == before
-    assert (
-        'could not check in advance that saves will load: HasWidth: TypeError' in caplog.text
-        and "'width'" in caplog.text
-    )
+    assert 'could not check in advance that saves will load: HasWidth: TypeError' in caplog.text
+    assert "'width'" in caplog.text
     expected = model if lora is None else copy.deepcopy(trained).merge_and_unload()
     expected.save_pretrained(tmp_path / 'expected')
     assert_same_folder_tensors(tmp_path / 'saved', tmp_path / 'expected')

@@ -199,12 +199,7 @@ def test_a_move_is_none_and_a_parameter_stays_one():
     """transformers moves what it saves to the CPU, and accelerate moves parameters that it loads."""
     parameter = nn.Parameter(traced('a', (2, 3), torch.float32))
     assert isinstance(parameter, nn.Parameter)
-    for moved in (
-        parameter.cpu(),
-        parameter.to('cpu'),
-        parameter.to(device='meta'),
-        parameter.to('cpu', torch.float32),
-    ):
-        assert moved is parameter
+    moved = [parameter.cpu(), parameter.to('cpu'), parameter.to(device='meta'), parameter.to('cpu', torch.float32)]
+    assert all(one is parameter for one in moved)
     for cast in (parameter.to('cpu', torch.bfloat16), parameter.to(torch.empty(1, dtype=torch.bfloat16))):
         assert cast.element_range == ElementRange('a', 0) and cast.shape_and_dtype == ((2, 3), torch.bfloat16)

@@ -43,9 +43,7 @@ def test_the_folder_is_that_of_transformers(folders, tmp_path, family):
     plan, committed = save_folder(model, tmp_path / 'hf_model')
     assert_same_tensors(folder_tensors(committed.path), folder_tensors(folders / family))
     assert_loads_clean(committed.path, AutoModelForCausalLM)
-    assert all(
-        one.source_offset is not None for one in plan.placements
-    )  # ranges of what ranks hold: nothing is gathered
+    assert all(one.source_offset is not None for one in plan.placements), 'ranges of what ranks hold are not gathered'
 
 
 def test_names_and_dtypes_are_v1s(folders):
@@ -53,9 +51,8 @@ def test_names_and_dtypes_are_v1s(folders):
     model.norm.register_buffer('steps', torch.ones(2))
     model.config.hf_save_cfg.fp32_keys_pattern = [r'mlp\.gate\.weight$', r'experts\.1\.down_proj']
     model.load_spec_mapping['lm_head.weight'].global_hf_keys = ['head.weight']  # as hf_key_mapping makes it
-    model.load_spec_mapping['norm.steps'] = SimpleNamespace(
-        name='norm.steps', global_hf_keys=['model.norm.steps'], shards=[]
-    )
+    of_steps = dict(name='norm.steps', global_hf_keys=['model.norm.steps'], shards=[])
+    model.load_spec_mapping['norm.steps'] = SimpleNamespace(**of_steps)
     dtypes = {one.hf_name: one.dtype for one in planned(model).entries}
     assert (dtypes['head.weight'], dtypes['model.norm.steps']) == ('BF16', 'F32')
     assert dtypes['model.layers.0.mlp.gate.weight'] == 'F32'
@@ -103,9 +100,7 @@ def test_parts_of_a_composed_model_have_names_of_their_own(folders, tmp_path):
     edit_json(model._hf_path / 'config.json', architectures=['NotOfTransformers'])
     _, committed = save_folder(model, tmp_path / 'hf_model')
     stored = folder_tensors(folders / 'qwen3')
-    of_tower = {
-        f'vision.{name}' if name != 'lm_head.weight' else 'vision.lm_head.weight': one for name, one in stored.items()
-    }
+    of_tower = {f'vision.{name}': one for name, one in stored.items()}
     assert_same_tensors(folder_tensors(committed.path), {**stored, **of_tower})
     assert (committed.path / 'config.json').read_bytes() == (model._hf_path / 'config.json').read_bytes()
     assert planned(model).left_out == ['other.weight', 'other.bias']

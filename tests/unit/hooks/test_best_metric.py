@@ -104,21 +104,17 @@ def test_metrics_that_would_share_a_folder_are_refused_when_the_hook_is_built():
 
 
 @pytest.mark.parametrize(
-    ('content', 'words'),
+    ('best_save', 'words'),
     [
-        (
-            {'best': {'metric': 'f1', 'score': 0.9}},
-            "holds the best save by 'f1', and a save by 'acc' would replace it.",
-        ),
-        ({}, 'has no recorded score to compare with.'),
+        ({'metric': 'f1', 'score': 0.9}, "holds the best save by 'f1', and a save by 'acc' would replace it."),
+        (None, 'has no recorded score to compare with.'),
     ],
 )
-def test_a_folder_that_auto_may_not_replace_does_not_end_the_run(content, words, hub):
+def test_a_folder_that_auto_may_not_replace_does_not_end_the_run(best_save, words, hub):
     """The metric is known hours after training began. It is told once, and nothing is saved there."""
     best, said = BestMetric('auto', 'greater'), []
-    best.take_over_scores(
-        Path('hf_model'), [BestSave.described_by(json.dumps(content).encode(), 'hf_best', 'best')], hub
-    )
+    manifest = json.dumps({} if best_save is None else {'best': best_save}).encode()
+    best.take_over_scores(Path('hf_model'), [BestSave.described_by(manifest, 'hf_best', 'best')], hub)
     assert [best.improved({'acc': score}, hub, said.append) for score in (1, 2)] == [{}, {}]
     told = f'hf_best {words} Move it away, or set out_dir, for the next run'
     assert said == [f"save_best: this run makes no best saves by the metric 'acc': {told}"]

@@ -70,7 +70,7 @@ def test_a_run_whose_lock_was_removed_leaves_that_of_the_next_one(tmp_path, clai
 
 
 @pytest.mark.parametrize('why', ['it lives', 'it is protected'])
-def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, said, why):
+def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, why):
     """A run that lives; the leftovers of a colleague, or in a folder that was made read-only. The others are swept."""
     dead, other = (CheckpointFolder(tmp_path / name / 'hf_model', 1) for name in ('dead', 'other'))
     for folder in (dead, other):
@@ -95,7 +95,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, claim, sa
     assert all(str(staged.parent) in each and 'Permission denied' in each for each in warnings)
 
 
-def test_a_process_forked_by_the_holder_does_not_hold_the_lock(tmp_path, claim):
+def test_a_process_forked_by_the_holder_does_not_hold_the_lock(tmp_path):
     """As a data loader worker that lives on when rank 0 was killed; the lock stays while the holder lives."""
     code = """
 import os, sys, time

@@ -85,14 +85,8 @@ def image(tmp_path, mount) -> Callable[[str], Path]:
         upper, work, path = (disk / name / each for each in ('upper', 'work', 'container'))
         for each in (upper, work, path):
             each.mkdir(parents=True)
-        mount(
-            path,
-            '-t',
-            'overlay',
-            'overlay',
-            '-o',
-            f'lowerdir={disk / "image"},upperdir={upper},workdir={work},redirect_dir=off',
-        )
+        layers = f'lowerdir={disk / "image"},upperdir={upper},workdir={work},redirect_dir=off'
+        mount(path, '-t', 'overlay', 'overlay', '-o', layers)
         return path
 
     return start

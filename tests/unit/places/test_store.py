@@ -107,7 +107,7 @@ class Failing:
         return mock.Mock(side_effect=self._error)
 
 
-def test_a_repeated_request_draws_no_random_number_of_training(url, tmp_path):
+def test_a_repeated_request_draws_no_random_number_of_training(url):
     """Ranks that draw together would no longer draw the same. The store is away for a while."""
     store = Store.open(url, warn=(said := []).append)
     store._fs = Failing(store._fs, 'pipe_file', ConnectionError('away'), 2)
@@ -125,7 +125,7 @@ def test_a_step_that_is_saved_again_gets_another_name(saves, local, url):
     assert folders_in(Store.open(url)) == {'hf_model_iter_1', 'hf_model_iter_1_2'}
 
 
-def test_runs_have_prefixes_of_their_own(monkeypatch):
+def test_runs_have_prefixes_of_their_own():
     """Also those that begin in the same second, as a scheduler starts them."""
     prefixes = {run_prefix(None) for _ in range(20)}
     assert len(prefixes) == 20 and all(re.fullmatch(r'\d{8}_\d{6}_[0-9a-f]{6}', prefix) for prefix in prefixes)
@@ -146,7 +146,7 @@ def test_what_the_store_has_lost_is_not_committed(saves, local, url, fault):
     assert folders_in(Store.open(url)) == {'hf_model_iter_1', 'hf_model_iter_3'}
 
 
-def test_bytes_that_the_disk_changed_are_not_uploaded(saves, local, url, tmp_path):
+def test_bytes_that_the_disk_changed_are_not_uploaded(url, tmp_path):
     (tmp_path / 'a').write_bytes(b'changed')
     with pytest.raises(DamagedError, match='changed since the save'):
         send_file(Store.open(url), 'hf_model_iter_1', 'a', tmp_path / 'a', FileRecord(7, 0))

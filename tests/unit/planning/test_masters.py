@@ -22,9 +22,8 @@ COUNT = TensorSpec('n', (), 'I64')
 )
 def test_an_output_in_another_dtype_than_in_training(dtype, written, is_from_master):
     specs = [TRAINED, FROZEN, COUNT]
-    entries = [
-        ExportEntry(spec.name, spec.shape, written if spec is not COUNT else 'I64', (spec.name,)) for spec in specs
-    ]
+    dtypes = (written, written, 'I64')
+    entries = [ExportEntry(s.name, s.shape, code, (s.name,)) for s, code in zip(specs, dtypes, strict=True)]
     found = specs_with_masters(specs, entries, dtype)
     assert [spec.from_master for spec in found] == [is_from_master, False, False]
     assert found[0].dtype == ('F32' if is_from_master else 'BF16')

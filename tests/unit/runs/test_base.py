@@ -33,7 +33,7 @@ def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_
     assert (tmp_path / 'real' / 'hf_model' / 'model.safetensors').exists()
 
 
-def test_each_part_of_a_model_has_a_base(tmp_path):
+def test_each_part_of_a_model_has_a_base():
     """As LLaVA's llm and visual encoder in XTuner."""
     whole = around(llm=build('llama'), visual_encoder=build('gpt2'), projector=nn.Linear(1, 1))
     whole.llm.config._name_or_path, whole.visual_encoder.config._name_or_path = '/base/llm', '/base/vision'

@@ -87,25 +87,14 @@ def test_a_child_is_not_forked_in_the_middle_of_a_line(log):
 def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told, log, caplog):
     """Unless all is, as the option writer asks for, or nothing, as in one process."""
     group = SimpleNamespace(reads=[SimpleNamespace(name='lm_head.weight')])
-    plan = SimpleNamespace(
-        placements=[SimpleNamespace(file='model.safetensors')] * 2,
-        files=[1],
-        nbytes=8,
-        gathered=[group, group],
-        copied=(),
-    )
-    exporter = SimpleNamespace(notes=())
-    export = SimpleNamespace(adapter_base_tensors=())
-    names = dict(source_name='Zero3Source', left_out=())
-    context = SimpleNamespace(
-        log=log,
-        plan=plan,
-        preparation=SimpleNamespace(exporter=exporter, export=export, expected_extra_nbytes=0, **names),
-        strategy=strategy,
-        background=None,
-        collective=SimpleNamespace(world_size=world_size),
-        unwrapped=SimpleNamespace(model=None),
-    )
+    placements = [SimpleNamespace(file='model.safetensors')] * 2
+    plan = SimpleNamespace(placements=placements, files=[1], nbytes=8, gathered=[group, group], copied=())
+    exporter, export = SimpleNamespace(notes=()), SimpleNamespace(adapter_base_tensors=())
+    names = dict(source_name='Zero3Source', left_out=(), expected_extra_nbytes=0)
+    preparation = SimpleNamespace(exporter=exporter, export=export, **names)
+    ranks, unwrapped = SimpleNamespace(world_size=world_size), SimpleNamespace(model=None)
+    saves = dict(plan=plan, preparation=preparation, strategy=strategy, background=None)
+    context = SimpleNamespace(log=log, collective=ranks, unwrapped=unwrapped, **saves)
     log_preparations(context, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
     assert caplog.messages[1:] == expected

@@ -49,12 +49,9 @@ def test_each_rank_holds_what_torch_says(first_of_eight_ranks, sizes):
         shares, row_numel = [], math.prod(tensor.shape[1:])
         for rank in range(WORLD_SIZE):
             places = dict(zip(mesh.mesh_dim_names, np.unravel_index(rank, sizes), strict=True))
-            shape, offset = _compute_local_shape_and_global_offset(
-                tensor.shape,
-                tensor.device_mesh.shape,
-                [int(places[dim]) for dim in tensor.device_mesh.mesh_dim_names],
-                tensor.placements,
-            )
+            place = [int(places[dim]) for dim in tensor.device_mesh.mesh_dim_names]
+            split = tensor.shape, tensor.device_mesh.shape, place, tensor.placements
+            shape, offset = _compute_local_shape_and_global_offset(*split)
             held, share = spreads[name].held_by(rank, with_replicas=True), spreads[name].held_by(rank)
             assert len(held) == math.prod(shape), name
             assert not held or held.start == offset[0] * row_numel, name

@@ -172,11 +172,14 @@ def test_a_note_for_each_file_that_differs(model, tmp_path):
     edit_json(tmp_path / 'b' / 'config.json', transformers_version='4.0', _name_or_path='elsewhere')
     found = compared(model, tmp_path / 'b')
     assert found.verdict == IDENTICAL and found.config == found.files == []
+    (tmp_path / 'b' / 'merges.txt').write_text('a b')
+    found = compared(model, tmp_path / 'b')
+    assert found.verdict == IDENTICAL and found.as_json()['same'], 'other files do not make another model'
+    assert found.lines()[-1].startswith('weights identical, but other files differ: 21 identical, 0 rounding')
     edit_json(tmp_path / 'b' / 'config.json', max_position_embeddings=7)
     vocabulary = json.loads((tmp_path / 'b' / 'tokenizer.json').read_text())
     number, vocabulary['model']['vocab']['w9'] = vocabulary['model']['vocab']['w9'], 10_000
     (tmp_path / 'b' / 'tokenizer.json').write_text(json.dumps(vocabulary))
-    (tmp_path / 'b' / 'merges.txt').write_text('a b')
     (tmp_path / 'b' / 'modeling_x.py').write_text('')
     for file, rank in (('a', 8), ('b', 16)):
         folder = model if file == 'a' else tmp_path / 'b'
@@ -195,14 +198,6 @@ def test_a_note_for_each_file_that_differs(model, tmp_path):
     assert found.verdict == OTHER_CONFIG and not found.as_json()['same']
     said = found.lines()[-1]
     assert said.startswith('same weights, other config: adapter_config.json: lora_alpha 8, 16; max_position_embeddings')
-
-
-def test_other_files_do_not_make_another_model(model, tmp_path):
-    shutil.copytree(model, tmp_path / 'b')
-    (tmp_path / 'b' / 'merges.txt').write_text('a b')
-    found = compared(model, tmp_path / 'b')
-    assert found.verdict == IDENTICAL and found.as_json()['same']
-    assert found.lines()[-1].startswith('weights identical, but other files differ: 21 identical, 0 rounding')
 
 
 @pytest.mark.parametrize('fields', [{'num_attention_heads': 1}, {'rms_norm_eps': 0.5, 'mlp_bias': True}])
