@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.runs.tiny_checkpoint import commit_one, iteration, stage, tiny_plan
+from tests.helpers.runs.tiny_checkpoint import commit_one, stage
 from xhf_hooks.files.manifest import parse_manifest
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.store import StoredSaves, send_file
-from xhf_hooks.planning.plan import WrittenSave
 
 LOCK = {'.hf_model.lock'}
 
@@ -20,12 +19,11 @@ def hidden(parent: Path) -> set[str]:
 
 def commit_with(folder: CheckpointFolder, number: int, name: str, text: str) -> None:
     """Make a save with one more file."""
-    plan = tiny_plan()
-    tensors = stage(folder, plan, number)
+    save = stage(folder, number)
     path = folder.staging / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    folder.commit(WrittenSave(plan, tensors, iteration(number)))
+    folder.commit(save)
     folder.siblings.deletion.wait()
 
 

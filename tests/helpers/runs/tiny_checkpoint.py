@@ -11,28 +11,28 @@ from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan, WrittenSave
 from xhf_hooks.planning.planner import make_plan
-from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec, WrittenTensor
+from xhf_hooks.planning.types import Chunk, ExportEntry, Step, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
 N_TENSORS, N_ELEMENTS = 3, 5
 
 
-def tiny_plan(sharded: bool = True) -> SavePlan:
-    """A plan of three tensors; if sharded, each in a separate file."""
+def tiny_plan() -> SavePlan:
+    """A plan of three tensors, each in a separate file."""
     specs = [TensorSpec(f'w{i}', (N_ELEMENTS,), 'U8') for i in range(N_TENSORS)]
     entries = [ExportEntry(spec.name, spec.shape, spec.dtype, (spec.name,)) for spec in specs]
-    most = N_ELEMENTS if sharded else 10**6
-    return make_plan(entries, specs, max_shard_nbytes=most, bucket_nbytes=1, strategy=WriteStrategy.GATHER)
+    return make_plan(entries, specs, max_shard_nbytes=N_ELEMENTS, bucket_nbytes=1, strategy=WriteStrategy.GATHER)
 
 
-def stage(folder: CheckpointFolder, plan: SavePlan, number: int) -> list[WrittenTensor]:
-    """Fill the staging folder: every byte of every tensor is ``number``."""
+def stage(folder: CheckpointFolder, number: int, **facts: Any) -> WrittenSave:
+    """Fill the staging folder with a save of iteration ``number``, which is every byte of every tensor."""
+    plan = tiny_plan()
     with closing(Writer.start(pending_nbytes=1)) as writer:
         made = writer.create(plan, folder.open_staging())
         writer.open(plan, folder.staging, made)
         for placement in plan.placements:
             writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))
-        return writer.finish().written()
+        return WrittenSave(plan, writer.finish().written(), iteration(number), facts)
 
 
 def iteration(number: int) -> Step:
@@ -41,8 +41,7 @@ def iteration(number: int) -> Step:
 
 def commit_one(folder: CheckpointFolder, number: int, **facts: Any) -> None:
     """Make a complete save of iteration ``number``, and wait until what it replaces is deleted."""
-    plan = tiny_plan()
-    folder.commit(WrittenSave(plan, stage(folder, plan, number), iteration(number), facts))
+    folder.commit(stage(folder, number, **facts))
     folder.siblings.deletion.wait()
 
 
@@ -69,8 +68,7 @@ def visible(parent: Path) -> dict[str, int]:
 
 def put_whole(folder: CheckpointFolder, name: str, number: int) -> Path:
     """Make a complete folder of ours under ``name``, as a killed run may leave it."""
-    plan = tiny_plan()
-    save = WrittenSave(plan, stage(folder, plan, number), iteration(number))
+    save = stage(folder, number)
     manifest = describe_folder(folder.staging, save, CommitRecord(save.step, name=folder.name))
     (folder.staging / MANIFEST_NAME).write_bytes(manifest)
     path = folder.path.with_name(name)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.runs.small_saves import LOCK, commit_with, hidden
-from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, stage, visible
 from xhf_hooks.errors import IncompleteError, TargetError
 from xhf_hooks.files import manifest
 from xhf_hooks.files.check import check_folder
@@ -24,7 +24,6 @@ from xhf_hooks.places import checkpoint_folder, pinned_save, sibling_folders
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.file_system import files_in
 from xhf_hooks.places.sibling_folders import SiblingFolders
-from xhf_hooks.planning.plan import WrittenSave
 
 
 def test_a_reader_never_finds_the_name_missing(folder, monkeypatch):
@@ -153,16 +152,15 @@ def test_what_others_put_into_a_save_is_set_apart(tmp_path, both_ways, claim, sa
 def test_damaged_staging_is_refused(folder, tmp_path, damage):
     """A disk or its controller may flip a bit after the checksum was taken and the file was flushed."""
     commit_one(folder, 1)
-    plan = tiny_plan()
-    tensors = stage(folder, plan, 2)
-    path = folder.staging / plan.files[1].name
+    save = stage(folder, 2)
+    path = folder.staging / save.plan.files[1].name
     data = bytearray(path.read_bytes())
     data[20 if damage == 'header' else -1] ^= damage in ('header', 'a flipped bit')
     path.write_bytes(data[:-1] if damage == 'truncated' else data)
     if damage == 'missing':
         path.unlink()
     with pytest.raises(IncompleteError, match=path.name):
-        folder.commit(WrittenSave(plan, tensors, iteration(2)), 'full' if damage == 'a flipped bit' else 'sizes')
+        folder.commit(save, 'full' if damage == 'a flipped bit' else 'sizes')
     folder.abort()
     assert visible(tmp_path) == {'hf_model': 1}
     assert hidden(tmp_path) == LOCK
@@ -262,14 +260,21 @@ def test_the_folder_above_may_be_a_link(tmp_path):
     assert visible(tmp_path / 'disk') == {'hf_model': 2}
 
 
-@pytest.mark.parametrize('then', ['next save', 'end', 'best'])
-def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(tmp_path, monkeypatch, then):
-    """Until then it has a name that the next run sweeps."""
-    folder = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = folder.extra_target('best')
-    for each in (folder, best):
+@pytest.fixture
+def targets(tmp_path) -> tuple[CheckpointFolder, CheckpointFolder]:
+    """Of the newest and the best save, with one each."""
+    newest = CheckpointFolder(tmp_path / 'hf_model', 1)
+    both = newest, newest.extra_target('best')
+    for each in both:
         each.prepare()
         commit_one(each, 1)
+    return both
+
+
+@pytest.mark.parametrize('then', ['next save', 'end', 'best'])
+def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(targets, tmp_path, monkeypatch, then):
+    """Until then it has a name that the next run sweeps."""
+    folder, best = targets
     may_delete, deleted = threading.Event(), list[str]()
 
     def delete_later(path: Path) -> None:
@@ -278,16 +283,15 @@ def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(t
         shutil.rmtree(path)
 
     monkeypatch.setattr(sibling_folders, 'remove_tree', delete_later)
-    plan = tiny_plan()
-    folder.commit(WrittenSave(plan, stage(folder, plan, 2), iteration(2)))
+    folder.commit(stage(folder, 2))
     assert deleted == [] and visible(tmp_path)['hf_model'] == 2
     assert len([name for name in hidden(tmp_path) if name.startswith('.hf_model.discarded-')]) == 1
     if then == 'best':  # another target, with deletions of its own
-        stage(best, plan, 2)
+        stage(best, 2)
         assert deleted == []
     threading.Timer(0.2, may_delete.set).start()
     if then == 'next save':
-        stage(folder, plan, 3)
+        stage(folder, 3)
     else:
         folder.unlock()
     assert deleted == ['.hf_model.discarded']
@@ -296,13 +300,8 @@ def test_nobody_waits_for_what_a_commit_deletes_until_the_next_save_or_the_end(t
 
 
 @pytest.mark.parametrize('which', ['best', 'newest'])
-def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_full(tmp_path, monkeypatch, which):
+def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_full(targets, monkeypatch, which):
     """Room for the newest, the best and one that is written: neither may be refused since the other is not gone yet."""
-    newest = CheckpointFolder(tmp_path / 'hf_model', 1)
-    best = newest.extra_target('best')
-    for each in (newest, best):
-        each.prepare()
-        commit_one(each, 1)
     is_asked, deleted = threading.Event(), list[Path]()
 
     def usage(path: Path) -> SimpleNamespace:
@@ -316,9 +315,8 @@ def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_fu
 
     monkeypatch.setattr(shutil, 'disk_usage', usage)
     monkeypatch.setattr(sibling_folders, 'remove_tree', delete_when_asked)
-    target, other = (best, newest) if which == 'best' else (newest, best)
-    plan = tiny_plan()
-    other.commit(WrittenSave(plan, stage(other, plan, 2), iteration(2)))
+    target, other = targets if which == 'newest' else reversed(targets)
+    other.commit(stage(other, 2))
     target.open_staging()
     assert deleted == [], 'nobody waits for another target as long as there is room'
     target.require_disk_space(50)
@@ -331,8 +329,7 @@ def test_a_save_waits_for_what_other_targets_delete_before_the_disk_counts_as_fu
 def test_where_no_thread_can_be_started_the_commit_deletes(folder, tmp_path, monkeypatch):
     """As while the interpreter exits, when the last save may still be written."""
     commit_one(folder, 1)
-    plan = tiny_plan()
-    written = WrittenSave(plan, stage(folder, plan, 2), iteration(2))
+    written = stage(folder, 2)
     monkeypatch.setattr(threading.Thread, 'start', mock.Mock(side_effect=RuntimeError("can't start new thread")))
     folder.commit(written)
     assert hidden(tmp_path) == LOCK and visible(tmp_path) == {'hf_model': 2}
@@ -348,9 +345,8 @@ def test_a_commit_reads_no_manifest_however_many_older_saves_there_are(claim, bo
     assert sorted(read) == sorted(str(path) for path in tmp_path.glob(f'hf_model*/{MANIFEST_NAME}')) and len(read) == 6
     read.clear()
     monkeypatch.setattr(again.siblings.deletion, 'start', (deletions := []).append)
-    plan = tiny_plan()
     for number in (10, 11, 12):
-        again.commit(WrittenSave(plan, stage(again, plan, number), iteration(number)))
+        again.commit(stage(again, number))
         assert read == []
         for delete in deletions:
             delete()

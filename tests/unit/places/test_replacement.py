@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs.small_saves import LOCK, commit_with, failing, hidden
-from tests.helpers.runs.tiny_checkpoint import commit_one, content, iteration, stage, tiny_plan, visible
+from tests.helpers.runs.tiny_checkpoint import commit_one, content, stage, visible
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.planning.plan import WrittenSave
 
 
 @pytest.fixture
@@ -144,9 +143,9 @@ def _commit_and_die(parent: Path, number: int) -> bool:
     """Commit iteration 3 in another process, which dies before its n-th deletion or rename; whether it died."""
     process = os.fork()
     if process == 0:
-        folder, plan = CheckpointFolder(parent / 'hf_model', 1), tiny_plan()
+        folder = CheckpointFolder(parent / 'hf_model', 1)
         folder.prepare()
-        tensors, left = stage(folder, plan, 3), iter(range(number))
+        save, left = stage(folder, 3), iter(range(number))
 
         def counted(call: Callable[..., None]) -> Callable[..., None]:
             def call_or_die(*args: object, **options: object) -> None:
@@ -158,7 +157,7 @@ def _commit_and_die(parent: Path, number: int) -> bool:
 
         for name in ('rename', 'replace', 'unlink', 'rmdir'):
             setattr(os, name, counted(getattr(os, name)))
-        folder.commit(WrittenSave(plan, tensors, iteration(3)))
+        folder.commit(save)
         folder.siblings.deletion.wait()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
