@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch.distributed.fsdp
 from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.models.zoo.llamas import llama
 from tests.helpers.runs.fsdp_runs import split_layers
@@ -23,6 +22,8 @@ MESHES = [(8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 
 
 @pytest.fixture
 def first_of_eight_ranks():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group('fake', rank=0, world_size=WORLD_SIZE, store=FakeStore())
     yield
     dist.destroy_process_group()
