@@ -18,7 +18,7 @@ from xhf_hooks.options import RunOptions
 from xhf_hooks.places import sibling_folders
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
-from xhf_hooks.runs import run
+from xhf_hooks.runs import kept_plan, run
 from xhf_hooks.runs.preflight import log_preparations
 from xhf_hooks.runs.telemetry import Progress, RunLog, log_save, show
 
@@ -137,8 +137,8 @@ def test_an_error_that_all_ranks_share_is_logged_once(log, caplog):
 def test_the_cost_of_a_call_is_that_of_the_whole_call(tmp_path, caplog, monkeypatch):
     """What comes before the save, and the deletion of the save that it replaces."""
     caplog.set_level(logging.INFO)
-    chosen, deleted = run.choose_strategy, sibling_folders.remove_tree
-    monkeypatch.setattr(run, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
+    chosen, deleted = kept_plan.choose_strategy, sibling_folders.remove_tree
+    monkeypatch.setattr(kept_plan, 'choose_strategy', lambda *args: [time.sleep(0.3), chosen(*args)][1])
     monkeypatch.setattr(sibling_folders, 'remove_tree', lambda path: [time.sleep(0.3), deleted(path)][1])
     for _ in range(2):  # of two models
         cost = save_hf(llama(), tmp_path / 'hf_model').cost
