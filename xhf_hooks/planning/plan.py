@@ -8,7 +8,7 @@ from typing import Any
 
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME
 from xhf_hooks.planning.rounds import Round
-from xhf_hooks.planning.types import Bucket, CopiedTensor, Group, Placement, Step, TensorSpec, WrittenTensor
+from xhf_hooks.planning.types import CopiedTensor, Group, Placement, Step, TensorSpec, WrittenTensor
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SavePlan:
     Attributes:
         in_place: Groups of which every rank writes its own slices at their places in the files.
         rounds: Portions that ranks send to their owners.
-        buckets: Groups that must be gathered.
+        buckets: Groups that must be gathered, bucket by bucket.
         copied: Tensors that are copied from the base model's files.
         indexes: Content of each index file (``model.safetensors.index.json``); a single file has none.
         digest: Hash of all the above. A save starts only if it is equal on all ranks.
@@ -41,7 +41,7 @@ class SavePlan:
     files: tuple[PlannedFile, ...]
     in_place: tuple[Group, ...]
     rounds: tuple[Round, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[tuple[Group, ...], ...]
     copied: tuple[CopiedTensor, ...]
     indexes: dict[str, dict[str, Any]]
     digest: str
@@ -56,7 +56,7 @@ class SavePlan:
     @property
     def gathered(self) -> list[Group]:
         """All groups that are gathered."""
-        return [group for bucket in self.buckets for group in bucket.groups]
+        return [group for bucket in self.buckets for group in bucket]
 
     @property
     def placements(self) -> list[Placement]:
@@ -70,7 +70,7 @@ class SavePlan:
 
     @property
     def largest_bucket_nbytes(self) -> int:
-        return max((bucket.read_nbytes for bucket in self.buckets), default=0)
+        return max((sum(group.read_nbytes for group in bucket) for bucket in self.buckets), default=0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from xhf_hooks.format.safetensors import build_header
 from xhf_hooks.planning.plan import PlannedFile, SavePlan
 from xhf_hooks.planning.rounds import by_owner, fill_rounds, filled, portions_of, read_by_owner
 from xhf_hooks.planning.spread import Spread
-from xhf_hooks.planning.types import Bucket, CopiedTensor, ExportEntry, FileSet, Group, Placement, TensorSpec
+from xhf_hooks.planning.types import CopiedTensor, ExportEntry, FileSet, Group, Placement, TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 
 #: With more holders than this, a tensor with smaller slices than this is gathered instead of sent.
@@ -98,12 +98,11 @@ def make_plan(
     # Owners take turns, so that each bucket has groups of as many owners as possible, which write at the same time
     in_turns = chain.from_iterable(zip_longest(*by_owner(_owned(whole, owner_of), lambda group: group.placements[0])))
     buckets = filled(filter(None, in_turns), lambda group: group.read_nbytes, bucket_nbytes)
-    rounds, gathered = fill_rounds(portions, round_nbytes), tuple(map(Bucket, buckets))
     plan = SavePlan(
         files=tuple(files),
         in_place=tuple(written),
-        rounds=rounds,
-        buckets=gathered,
+        rounds=fill_rounds(portions, round_nbytes),
+        buckets=tuple(buckets),
         copied=tuple(copied),
         indexes=indexes,
         digest='',
@@ -226,7 +225,7 @@ def describe_plan(plan: SavePlan) -> list[str]:
     for one_round in plan.rounds:
         records += ['round', *one_round.portions]
     for bucket in plan.buckets:
-        records += ['bucket', *bucket.groups]
+        records += ['bucket', *bucket]
     records += plan.copied
     records += [(name, index['metadata']) for name, index in plan.indexes.items()]
     return [str(record) for record in records]

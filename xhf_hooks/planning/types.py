@@ -182,17 +182,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Groups that are gathered together."""
-
-    groups: tuple[Group, ...]
-
-    @property
-    def read_nbytes(self) -> int:
-        return sum(group.read_nbytes for group in self.groups)
-
-
-@dataclass(frozen=True)
 class Chunk:
     """Bytes of one placement, in host memory on the rank that writes them.
 

@@ -129,8 +129,8 @@ def gathered(plan: SavePlan, source: Source, collective: Collective, to_host: To
         meter = MemoryMeter()
         if collective.world_size > 1:
             source.require_device_memory(plan.largest_bucket_nbytes)
-        reads = [_reads_of(bucket.groups) for bucket in plan.buckets]
-        to_make = [[group for group in bucket.groups if collective.rank in group.owners] for bucket in plan.buckets]
+        reads = [_reads_of(bucket) for bucket in plan.buckets]
+        to_make = [[group for group in bucket if collective.rank in group.owners] for bucket in plan.buckets]
         wanted = [{spec.name for spec in _reads_of(groups)} for groups in to_make]
     with source.opened():
         for number, specs in enumerate(reads):

@@ -137,7 +137,7 @@ def test_memory_of_merged_experts(tmp_path):
     model = adapted('mixtral', target_modules=[], target_parameters=EXPERTS)
     plan, _ = save_folder(model, tmp_path / 'hf_model', lora='merge')
     exporter = planned(model, lora='merge')
-    made = [group.placements for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
+    made = [group.placements for bucket in plan.buckets for group in bucket if len(group.reads) > 1]
     assert sorted(map(len, made)) == [5, 5, 10, 10]
     largest = 2 * sum(placement.nbytes for placement in max(made, key=len))
     assert largest < exporter.combine_nbytes < 1.2 * largest
@@ -156,7 +156,7 @@ def test_shards_are_those_of_the_merged_model_and_memory_is_that_of_one_weight(t
     else:  # lm_head, which is larger than a shard may be, gets its number when its predecessor is full
         found.pop('model.safetensors.index.json'), expected.pop('model.safetensors.index.json')
         assert sorted(found.values()) == sorted(expected.values())
-    groups = [group for bucket in plan.buckets for group in bucket.groups if len(group.reads) > 1]
+    groups = [group for bucket in plan.buckets for group in bucket if len(group.reads) > 1]
     assert groups and all(len(group.placements) == 1 and len(group.reads) == 3 + len(DORA) for group in groups)
 
 
