@@ -117,8 +117,10 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
             self.close()
 
     def _save(self, args: TrainingArguments, state: TrainerState, control: Any, *, is_best: bool = False) -> None:
-        target = self.run.extra_targets['best'] if is_best else None
-        fields = _describe_best(args, state) if is_best else None
+        target, fields = None, None
+        if is_best:
+            target, metric = self.run.extra_targets['best'], str(args.metric_for_best_model)
+            fields = describe_best(metric, state.best_metric or 0.0, bool(args.greater_is_better))
         self.run.save(_step(state), target, manifest_fields=fields, remember_weights=_may_reload(args, control))
 
     def _saves_best(self, args: TrainingArguments) -> bool:
@@ -161,10 +163,6 @@ class HFCheckpointCallback(RunFrontend, TrainerCallback):
 
 def _step(state: TrainerState) -> Step:
     return Step.of_iteration(state.global_step, state.epoch)
-
-
-def _describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    return describe_best(str(args.metric_for_best_model), state.best_metric or 0.0, bool(args.greater_is_better))
 
 
 def _may_reload(args: TrainingArguments, control: Any) -> bool:

@@ -43,7 +43,8 @@ class Zero3Source(WholeTensorsSource):
         return super().specs()
 
     def require_readable(self, names: Collection[str]) -> None:
-        quantized = [name for name in names if _is_quantized(self.tensors[name])]
+        partitions = ((name, getattr(self.tensors[name], 'ds_tensor', None)) for name in names)
+        quantized = [name for name, partition in partitions if hasattr(partition, 'ds_quant_scale')]
         if quantized:
             raise ModelError(
                 f'DeepSpeed keeps frozen weights in 8 bits ({len(quantized)} of them; the first is {quantized[0]}), so '
@@ -232,10 +233,6 @@ def _is_partitioned(tensor: torch.Tensor) -> bool:
 def _is_on_nvme(tensor: torch.Tensor) -> bool:
     # DeepSpeed's PartitionedParamStatus (runtime/swap_tensor/partitioned_param_swapper.py)
     return _is_partitioned(tensor) and tensor.ds_tensor.status.name != 'AVAILABLE'
-
-
-def _is_quantized(tensor: torch.Tensor) -> bool:
-    return _is_partitioned(tensor) and hasattr(tensor.ds_tensor, 'ds_quant_scale')
 
 
 def _partition_group(tensor: torch.Tensor) -> dist.ProcessGroup:

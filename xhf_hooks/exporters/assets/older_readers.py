@@ -183,8 +183,12 @@ def with_older_fields(
     for _, part, fields in [*_parts('', config, content)]:
         _name_experts(part, fields)
         _name_layers(part, fields)
+    kind = str(content.get('model_type'))
     warnings = _add_older_rope(config, content, base)
-    warnings += _warn_of_unread(content, has_base=bool(base))
+    warnings += [
+        f'transformers 4 does not read this {kind} as it was trained: it {problem}. Read the save with transformers 5'
+        for problem in tell_unread(kind, has_base=bool(base))
+    ]
     if content != strict_json.parse(saved, 'config.json'):
         saved = (json.dumps(content, indent=2, sort_keys=True) + '\n').encode()  # as transformers does
     return saved, warnings
@@ -240,15 +244,6 @@ def _name_layers(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     with suppress(Exception):  # classes may be custom code, and refuse with any error
         if _as_read(config, {**fields, 'layer_types': renamed}) == _as_read(config, fields):
             fields['layer_types'] = renamed
-
-
-def _warn_of_unread(content: Mapping[str, Any], *, has_base: bool) -> list[str]:
-    """A warning if transformers 4 does not read a model of this kind as transformers 5 writes it."""
-    kind = str(content.get('model_type'))
-    return [
-        f'transformers 4 does not read this {kind} as it was trained: it {problem}. Read the save with transformers 5'
-        for problem in tell_unread(kind, has_base=has_base)
-    ]
 
 
 def _add_older_rope(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> list[str]:
