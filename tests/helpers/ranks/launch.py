@@ -46,7 +46,7 @@ PRELOADED = (
     *('deepspeed.runtime.superoffload.superoffload_stage3', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
     *('s3fs', 'pytest', 'matplotlib.pyplot'),
-    *('xhf_hooks.runs.run', 'xhf_hooks.offline.convert.plan_conversion', 'xhf_hooks.hooks'),
+    *('xhf_hooks.runs.run', 'xhf_hooks.offline.convert.plan_conversion', 'xhf_hooks.hooks.hf_checkpoint_hook'),
     *('tests.helpers.runs.toy_run', 'tests.helpers.ranks.frozen'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')
