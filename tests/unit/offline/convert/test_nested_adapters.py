@@ -125,6 +125,8 @@ def test_what_the_config_does_not_tell(tmp_path, monkeypatch, capsys):
     assert 'they are of peft' in refused(capsys, *command), 'other modules'
     run.write_config(lora=str(_lora_text('lora', WHOLE).removeprefix('lora=').replace('=12', '=2 * ALPHA')))
     assert "line 1: model.lora.lora_alpha is '2 * ALPHA', which is not run" in refused(capsys, *command)
+    run.write_config(lora=str(_lora_text('lora', WHOLE).removeprefix('lora=').replace("['", "[OTHER, '", 1)))
+    assert "line 1: model.lora.target_modules.0 is 'OTHER', which is not run" in refused(capsys, *command)
     run.write_config(other={**WHOLE, 'lora_alpha': 99})
     line = refused(capsys, *command)
     assert 'language_model may be made from 2 LoraConfigs: model.lora and model.other' in line
