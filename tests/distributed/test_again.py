@@ -1,11 +1,11 @@
 """What comes after an interruption, in the same process, ends what was there and works; what stays is kept."""
 
 import gc
-import subprocess
-import sys
 import time
 import weakref
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,6 +20,7 @@ from tests.helpers.checks.assert_intact import assert_whole
 from tests.helpers.checks.converted import assert_same_files
 from tests.helpers.faults.slow_disk import held_disk, slow_disk
 from tests.helpers.models.zoo.llamas import odd_llama
+from tests.helpers.ranks.launch import start_process
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs import frontends as doors
 from tests.helpers.runs.engines import train_one_step, zero_engine
@@ -220,27 +221,25 @@ def test_the_model_of_a_run_that_was_never_closed_is_not_kept_in_memory(results)
     assert check(results, 'never_closed') == [[False]] * 2
 
 
+def save_twice_and_again(folder: Path, test: Connection) -> None:
+    """Between the second save and the third, the test saves there. Runs on: one process."""
+    for step in (1, 2):
+        save_hf(odd_llama(), folder, step=step)
+    test.send('saved')
+    test.recv()
+    test.send(error_of(save_hf, odd_llama(), folder, step=3))
+
+
 def test_a_folder_is_taken_over_from_a_process_that_has_saved_there_and_not_taken_back(tmp_path):
     """A notebook saves, then a launcher as its child goes on; two loops at the same time are refused."""
-    code = """
-import sys
-from tests.helpers.models.zoo.llamas import odd_llama
-from xhf_hooks import save_hf
-for step in (1, 2):
-    save_hf(odd_llama(), sys.argv[1], step=step)
-print('saved', flush=True)
-input()
-try:
-    save_hf(odd_llama(), sys.argv[1], step=3)
-except Exception as error:
-    print(error)
-"""
-    command = [sys.executable, '-c', code, str(tmp_path / 'hf_model')]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline() == 'saved\n'
-        for step in (8, 9):
-            save_hf(odd_llama(), tmp_path / 'hf_model', step=step)
-        told = first.communicate('\n')[0]
-    assert 'another process has saved here since this one did' in told
+    first, end = Pipe()
+    process = start_process(save_twice_and_again, tmp_path / 'hf_model', end)
+    end.close()
+    assert first.recv() == 'saved'
+    for step in (8, 9):
+        save_hf(odd_llama(), tmp_path / 'hf_model', step=step)
+    first.send('go on')
+    assert 'another process has saved here since this one did' in first.recv()
+    process.join()
     assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
     assert assert_whole(tmp_path / 'hf_model') == 9
