@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.helpers.checks.compare import assert_loads_clean, assert_same_folder_tensors
 from tests.helpers.models.adapted import merged_by_peft
 from tests.helpers.models.zoo.llamas import NormedLlama, odd_llama
-from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
+from tests.helpers.ranks.scenarios import Results, check, error_of, run_scenarios
 from tests.helpers.runs.engine_of_rows import partition, source_of_the_page
 from tests.helpers.runs.engines import save_folder
 from xhf_hooks import save_hf
@@ -170,21 +170,20 @@ def save_with_errors(root: Path) -> list[str]:
     return found
 
 
+#: By the number of ranks. Two have blocks of equal size of many parameters.
 SCENARIOS = {
-    'wrapped': save_wrapped,
-    'merged': save_merged,
-    'masters': save_masters,
-    'columns': save_columns,
-    'in_wrapper': save_in_wrapper,
-    'errors': save_with_errors,
+    2: {'merged': save_merged, 'in_wrapper': save_in_wrapper},
+    3: {'wrapped': save_wrapped, 'masters': save_masters, 'columns': save_columns, 'errors': save_with_errors},
 }
 
 
-@pytest.fixture(scope='module', params=[2, 3])
-def saved(request, tmp_path_factory):
-    root = tmp_path_factory.mktemp('extending')
-    scenarios = {name: partial(scenario, root / name) for name, scenario in SCENARIOS.items()}
-    return run_scenarios(scenarios, request.param, root=root)
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    root, results = tmp_path_factory.mktemp('extending'), Results()
+    results.root = root
+    for n_ranks, scenarios in SCENARIOS.items():
+        results.update(run_scenarios({name: partial(save, root / name) for name, save in scenarios.items()}, n_ranks))
+    return results
 
 
 @pytest.mark.parametrize('way', WAYS)
