@@ -26,17 +26,16 @@ ENGINES: dict[str, dict[str, Any]] = {
     'zero3_cpu': dict(stage=3, offload_param=dict(device='cpu'), offload_optimizer=dict(device='cpu')),
 }
 #: Ways to save that must give one answer: for every other engine the first ones, for those between the second ones, so
-#: that each engine meets each writer. Unit tests with random plans (tests/unit/planning) prove the rest.
+#: that of each engine slices are sent, slices are written, and whole tensors are gathered. Unit tests with random plans
+#: (tests/unit/planning) prove the rest.
 WAYS: tuple[dict[str, dict[str, Any]], ...] = (
     {
-        'stream': dict(bucket_size=5000),
         'parallel': dict(writer='parallel', in_background=True),
         'gather': dict(writer='gather', bucket_size=5000),
         'positional': dict(writer='positional'),
     },
     {
-        'stream': dict(in_background=True),
-        'parallel': dict(writer='parallel', bucket_size=5000),
+        'stream': dict(bucket_size=5000),
         'gather': dict(writer='gather'),
         'positional': dict(writer='positional', in_background=True),
     },
