@@ -23,7 +23,7 @@ from tests.helpers.runs.toy_run import ToyLM, run_config, train
 BEST = dict(save_best='acc')
 #: Name to (options of a run, scores of each part, and after each part the folders and the iterations they are of).
 RESUMED: dict[str, tuple[dict[str, Any], list[list[Any]], list[dict[str, int]]]] = {
-    'zero3': (dict(stage=3, hook=BEST), [[0.8, 0.9], [0.85], [0.95]], [{'best': 4}, {'best': 4}, {'best': 8}]),
+    'zero3': (dict(stage=3, hook=BEST), [[0.8, 0.9], [0.85]], [{'best': 4}, {'best': 4}]),
     'two_metrics': (
         dict(hook=dict(save_best=['acc', 'loss'], async_save=True)),
         [[dict(acc=0.8, loss=0.6), dict(acc=0.9, loss=0.5)], [dict(acc=0.85, loss=0.4)], [dict(acc=0.95, loss=0.45)]],
