@@ -31,12 +31,14 @@ CARRIED = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     'positional': dict(writer='positional'),
-    'positional_in_background': dict(writer='positional', in_background=True),
-    'parallel': dict(writer='parallel'),
     'stream_in_background': dict(writer='stream', in_background=True),
     'gather': dict(writer='gather'),
 }
-IN_SHARDS = {f'{way}_in_shards': {**how, 'max_shard_size': 20_000} for way, how in WAYS.items()}
+IN_SHARDS: dict[str, dict[str, Any]] = {
+    'positional_in_background_in_shards': dict(writer='positional', in_background=True, max_shard_size=20_000),
+    'parallel_in_shards': dict(writer='parallel', max_shard_size=20_000),
+    'gather_in_shards': dict(writer='gather', max_shard_size=20_000),
+}
 
 
 def make_base(folder: Path) -> None:
