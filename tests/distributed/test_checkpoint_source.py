@@ -26,17 +26,15 @@ FP32_GRADIENTS = dict(data_types=dict(grad_accum_dtype='fp32'))
 CASES: dict[str, dict[str, Any]] = {
     'frozen-zero0': dict(stage=0),
     'frozen-zero1': dict(stage=1),
-    'tied-zero2': dict(stage=2),
     'frozen-zero3': dict(stage=3),
     'frozen-zero3_small_sub_groups': dict(stage=3, sub_group_size=1000),
-    'tied-zero3': dict(stage=3),
     'untied-zero3_default_persistence': dict(stage=3, stage3_param_persistence_threshold=100_000),
     'tied-round_robin_zero1': dict(stage=1, round_robin_gradients=True),
     'frozen-fp32_zero1': dict(stage=1, bf16=False),
     'tied-fp32_zero3': dict(stage=3, bf16=False),
     'frozen-fp32_gradients_zero1': dict(stage=1, sections=FP32_GRADIENTS),
     'tied-two_groups_zero2': dict(stage=2, two_groups=True),
-    'frozen-two_groups_zero3': dict(stage=3, two_groups=True),
+    'tied-two_groups_zero3': dict(stage=3, two_groups=True),
 }
 #: Which zero_to_fp32 reads: with ZeRO, and without options that only we read.
 WITH_ZERO = [case for case, options in CASES.items() if options['stage'] and 'sections' not in options]
