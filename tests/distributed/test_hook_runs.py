@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
     'keep_two': dict(hook=dict(interval=3, max_keep_ckpts=2), max_iters=7, checkpoint=EPOCHS, **DDP),
     'epochs': dict(hook=dict(max_keep_ckpts=-1, interval=1), epochs=2, **DDP),
     'iterations_of_epochs': dict(
-        hook=dict(max_keep_ckpts=-1, interval=20, by_epoch=False), epochs=2, checkpoint=EPOCHS, **DDP
+        hook=dict(max_keep_ckpts=-1, interval=5, by_epoch=False), epochs=2, checkpoint=EPOCHS, **DDP
     ),
     'one_long_epoch': dict(hook=dict(max_keep_ckpts=-1), checkpoint=EPOCHS, **DDP),
     'never_due': dict(hook=dict(max_keep_ckpts=-1, interval=500), **DDP),
@@ -55,8 +55,8 @@ SCHEDULES: dict[str, tuple[dict[str, int], list[str], list[str]]] = {
     'zero3': ({'hf_model': 4}, ['iter_2', 'iter_4'], []),
     'only_last': ({'hf_model': 5}, ['iter_5'], []),
     'keep_two': ({'hf_model': 7, 'hf_model_iter_6': 6}, ['iter_3', 'iter_6', 'iter_7'], []),
-    'epochs': ({'hf_model': 32, 'hf_model_epoch_1': 16}, ['epoch_1', 'epoch_2'], []),
-    'iterations_of_epochs': ({'hf_model': 32, 'hf_model_iter_20': 20}, ['iter_20', 'iter_32'], []),
+    'epochs': ({'hf_model': 8, 'hf_model_epoch_1': 4}, ['epoch_1', 'epoch_2'], []),
+    'iterations_of_epochs': ({'hf_model': 8, 'hf_model_iter_5': 5}, ['iter_5', 'iter_8'], []),
     'one_long_epoch': ({'hf_model': 4}, ['iter_4'], ['every epoch, but this train loop counts iterations']),
     'save_at': (
         {'hf_model': 7, 'hf_model_iter_6': 6},

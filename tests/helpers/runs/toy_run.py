@@ -112,7 +112,7 @@ def run_config(
 
     Args:
         hook: Options of HFCheckpointHook; None runs without it.
-        epochs: Train by epochs of 16 iterations instead of ``max_iters`` iterations.
+        epochs: Train by epochs of 4 iterations instead of ``max_iters`` iterations.
         stage: DeepSpeed ZeRO stage under FlexibleRunner; None: a plain Runner without DeepSpeed.
         ddp: Use DDP in a plain Runner; otherwise each rank trains its own model.
         scores: Validation results, one every two iterations.
@@ -123,7 +123,7 @@ def run_config(
         model={'type': 'toy_lm_in_ddp' if ddp else 'ToyLM', **(model or {})},
         work_dir=str(work_dir),
         experiment_name=f'run_{work_dir.parent.name}_{work_dir.name}_{len(list(work_dir.glob("*")))}',
-        train_dataloader=_dataloader(),
+        train_dataloader=_dataloader(length=64 if epochs is None else 16),
         train_cfg=_loop(max_iters, epochs),
         default_hooks=dict(checkpoint=checkpoint or dict(type='CheckpointHook', by_epoch=False, interval=2)),
         custom_hooks=[*([] if hook is None else [{'type': 'HFCheckpointHook', **hook}]), *(hooks or [])],
