@@ -16,7 +16,8 @@ make_env .venv modern
 use_env .venv
 
 # One process per GPU that torch can use, or two on the CPU
-processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
+processes=2
+! _has_gpu || processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 # train CONFIG OPTIONS...: options of tools/train.py. --local-addr: the host name may not be resolvable.
 train() {
