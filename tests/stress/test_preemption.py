@@ -1,15 +1,22 @@
 """A preemption, as schedulers make it: SIGTERM to torchrun, which signals the process group of each rank.
 
-``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs, and says in how many the save was made.
+One run is started by torchrun. The others are forked from the server of `tests.helpers.ranks.launch`, which has
+imported what they need, and signalled as by torchrun.
+
+``python tests/stress/test_preemption.py 10 signal fork`` makes ten such runs by torchrun, and says in how many the save
+was made.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
+from multiprocessing import Process
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,8 @@ import pytest
 import torch
 
 from tests.helpers.checks.assert_intact import assert_whole
-from tests.helpers.ranks.launch import python_path
+from tests.helpers.ranks.killed import WORLD_SIZE, join_group
+from tests.helpers.ranks.launch import HANG_SECS, python_path, start_process
 
 #: By how they are started; all but forked ones import everything anew.
 WORKERS = {'fork': 4, 'spawn': 2, 'forkserver': 2}
@@ -34,7 +42,7 @@ class Data(torch.utils.data.Dataset):
 
 
 def train(folder: Path, mode: str, method: str) -> None:
-    """One rank: a loop of its own, with data loader workers."""
+    """One rank: a loop of its own, with data loader workers. Runs on: all ranks, in a process group."""
     import logging
 
     import torch.distributed as dist
@@ -44,7 +52,6 @@ def train(folder: Path, mode: str, method: str) -> None:
     from tests.helpers.runs.tiny_checkpoint import iteration
     from xhf_hooks.files.output_file import OutputFile
 
-    dist.init_process_group('gloo')
     level = logging.INFO if dist.get_rank() == 0 else logging.ERROR
     logging.basicConfig(level=level, stream=sys.stdout, format='%(levelname)s %(message)s')
     options = (
@@ -68,7 +75,12 @@ def train(folder: Path, mode: str, method: str) -> None:
         saves.save_if_requested(iteration(number))
 
 
+def train_in_mode(folder: Path, mode: str, method: str) -> None:
+    (train if mode in ('signal', 'async') else train_with_runner)(folder, mode, method)
+
+
 def launch(root: Path, mode: str, method: str) -> subprocess.Popen[bytes]:
+    """Start a run by torchrun."""
     command = ['torchrun', '--standalone', '--local-addr', 'localhost', '--nproc_per_node', '2', __file__, 'train']
     more = {
         'PYTHONPATH': python_path(),
@@ -81,6 +93,47 @@ def launch(root: Path, mode: str, method: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*command, root / 'hf_model', mode, method], stdout=log, stderr=log, env={**os.environ, **more}
         )
+
+
+@dataclass(frozen=True)
+class ForkedRanks:
+    """A run whose ranks have a process group each, as those of torchrun; its methods are those of a Popen."""
+
+    processes: list[Process]
+
+    @classmethod
+    def start(cls, root: Path, mode: str, method: str) -> 'ForkedRanks':
+        store = root / f'store_of_{mode}'
+        return cls(
+            [start_process(_train_forked, rank, root, store, mode, method, daemon=False) for rank in range(WORLD_SIZE)]
+        )
+
+    def poll(self) -> int | None:
+        return next((process.exitcode for process in self.processes if process.exitcode is not None), None)
+
+    def send_signal(self, number: int) -> None:
+        for process in self.processes:
+            os.killpg(process.pid, number)
+
+    def wait(self) -> int:
+        """Wait for all ranks; returns the exit code of the first that failed, or 0."""
+        for process in self.processes:
+            process.join(HANG_SECS)
+        return next((process.exitcode for process in self.processes if process.exitcode), 0)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def _train_forked(rank: int, root: Path, store: Path, mode: str, method: str) -> None:
+    os.setsid()
+    output = os.open(root / 'output.log', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    multiprocessing.set_forkserver_preload([])  # a fork server of its own needs nothing of what that of ranks imports
+    join_group(rank, store)
+    train_in_mode(root / 'hf_model', mode, method)
 
 
 def train_with_runner(folder: Path, mode: str, method: str) -> None:
@@ -138,13 +191,12 @@ def uploaded(root: Path) -> int:
     return number
 
 
-def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]:
-    """Start a run, and preempt it; returns the iteration that was saved, the output, and how long the end took."""
+def preempt(root: Path, mode: str, process: 'subprocess.Popen[bytes] | ForkedRanks') -> tuple[int | None, str, float]:
+    """Preempt a run; returns the iteration that was saved, the output, and how long the end took."""
     output = root / 'output.log'
-    process = launch(root, mode, method)
     at = ASYNC_AT if mode in ('signal', 'async') else 4  # whose scores are the best
     try:
-        while f'iteration {at + 1}\n' not in output.read_text():
+        while not output.exists() or f'iteration {at + 1}\n' not in output.read_text():
             assert process.poll() is None, output.read_text()
             time.sleep(0.05)
         time.sleep(0.3)
@@ -161,21 +213,20 @@ def preempt(root: Path, mode: str, method: str) -> tuple[int | None, str, float]
     ('mode', 'method'), [('signal', 'fork'), ('signal', 'spawn'), ('signal', 'forkserver'), ('async', 'fork')]
 )
 def test_the_save_is_made(mode, method, tmp_path):
-    saved, said, _ = preempt(tmp_path, mode, method)
+    saved, said, _ = preempt(tmp_path, mode, ForkedRanks.start(tmp_path, mode, method))
     assert saved is not None and f'INFO test: saved iter_{saved} to hf_model' in said, said
     assert saved == ASYNC_AT if mode == 'async' else saved > ASYNC_AT, said
     assert 'DataLoader worker' not in said or mode == 'async', said
     assert mode == 'async' or uploaded(tmp_path) == saved, said
 
 
-@pytest.mark.parametrize('method', ['forkserver'])
-def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(method, tmp_path):
-    saved, said, _ = preempt(tmp_path, 'first', method)
+def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(tmp_path):
+    """The first run is torchrun's, with data loader workers that a fork server starts."""
+    saved, said, _ = preempt(tmp_path, 'first', launch(tmp_path, 'first', 'forkserver'))
     assert saved is not None and saved > 4 and f'saved iter_{saved} to hf_model' in said, said
     assert assert_whole(tmp_path / 'hf_model_best') == 4, said
     assert uploaded(tmp_path) == saved, said
-    process = launch(tmp_path, 'requeued', method)
-    status = process.wait()
+    status = ForkedRanks.start(tmp_path, 'requeued', 'fork').wait()
     said = (tmp_path / 'output.log').read_text()
     last = int(said.rsplit('ended at iteration ', 1)[-1].split()[0]) if status == 0 else -1
     assert last >= saved - 1 + 4 and assert_whole(tmp_path / 'hf_model') == last, said
@@ -184,12 +235,13 @@ def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(method, tm
 
 def main() -> None:
     if sys.argv[1] == 'train':
-        (train if sys.argv[3] in ('signal', 'async') else train_with_runner)(Path(sys.argv[2]), *sys.argv[3:])
+        torch.distributed.init_process_group('gloo')
+        train_in_mode(Path(sys.argv[2]), *sys.argv[3:])
         return
     n_runs, n_saved = int(sys.argv[1]), 0
     for number in range(1, n_runs + 1):
         with tempfile.TemporaryDirectory() as root:
-            saved, said, secs = preempt(Path(root), *sys.argv[2:])
+            saved, said, secs = preempt(Path(root), sys.argv[2], launch(Path(root), *sys.argv[2:]))
         n_saved += saved is not None
         print(f'{n_saved} of {number}: iteration {saved}, ended {secs:.1f} s after SIGTERM', flush=True)
         if saved is None:
