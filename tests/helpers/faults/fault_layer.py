@@ -5,7 +5,6 @@ A process has the layer if it, or the server that it was forked from, was starte
 
 import ctypes
 import functools
-import importlib
 import os
 import pickle
 import subprocess
@@ -15,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.helpers.ranks.launch import python_path
-from tests.helpers.ranks.scenarios import Outcome, run_scenarios
+from tests.helpers.ranks.launch import python_path, run_ranks
+from tests.helpers.ranks.scenarios import Outcome, run_scenarios_of
 
 SOURCE = Path(__file__).with_name('fault_layer.c')
 #: All calls that change something on disk, and ``open``.
@@ -82,6 +81,7 @@ def no_exchange() -> Iterator[None]:
 if __name__ == '__main__':
     for line in sys.stdin:
         module, folder, n_ranks = line.split()
-        found = run_scenarios(importlib.import_module(module).scenarios(Path(folder)), int(n_ranks))
+        per_rank = run_ranks(run_scenarios_of, int(n_ranks), module, Path(folder))
+        found = {name: [outcomes[name] for outcomes in per_rank] for name in per_rank[0]}
         Path(folder, 'outcomes').write_bytes(pickle.dumps(found))
         print('done', flush=True)

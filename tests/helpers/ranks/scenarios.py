@@ -11,6 +11,7 @@ Example:
 """
 
 import gc
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,11 @@ def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     except XhfError as error:
         return f'{type(error).__name__}: {error}'
     return ''
+
+
+def run_scenarios_of(module: str, root: Path) -> dict[str, Outcome]:
+    """One rank's part of ``scenarios(root)`` of a module, which only the ranks import. Runs on: all ranks."""
+    return run_scenarios_on_rank(importlib.import_module(module).scenarios(root))
 
 
 def run_scenarios_on_rank(scenarios: Mapping[str, Callable[[], Any]]) -> dict[str, Outcome]:
