@@ -379,9 +379,15 @@ def _train_on_rank(arguments: list[str], folder: Path, output: Path) -> None:
     os.environ.update(_environment(folder))
     sys.argv = ['xtuner.tools.train', *arguments]
 
+    from xtuner.engine.hooks import EvaluateChatHook
+
     gc.freeze()
-    # A run dumps its config again and again, formatted, which takes as long as the training of a tiny model
-    with mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)):
+    with (
+        # A run dumps its config again and again, formatted, which takes as long as the training of a tiny model
+        mock.patch('mmengine.config.config.FormatCode', lambda text, **_: (text, True)),
+        # So do 50 tokens that it generates before training, whatever the config says; the run of torchrun has them
+        mock.patch('xtuner.engine.hooks.EvaluateChatHook.before_train', EvaluateChatHook._generate_samples),
+    ):
         runpy.run_module('xtuner.tools.train', run_name='__main__', alter_sys=True)
 
 

@@ -46,6 +46,8 @@ PRELOADED = (
     *('deepspeed.runtime.superoffload.superoffload_stage3', 'mmengine._strategy', 'mmengine.runner', 'peft'),
     *('transformers.modeling_utils', 'transformers.models.auto', 'transformers.models.llama.modeling_llama'),
     *('s3fs', 'pytest', 'matplotlib.pyplot'),
+    # What XTuner imports first of all. Not XTuner itself: a run without it must not import it
+    *('pandas', 'pyarrow.parquet', 'aiohttp', 'torchvision', 'skimage.io', 'scipy.signal'),
     *('xhf_hooks.runs.run', 'xhf_hooks.offline.convert.plan_conversion', 'xhf_hooks.hooks.hf_checkpoint_hook'),
     *('tests.helpers.runs.toy_run', 'tests.helpers.ranks.frozen'),
 )
