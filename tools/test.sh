@@ -75,6 +75,8 @@ test_xtuner() {
     rm -f ".venv-$1"/torch_extensions/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
     [[ $1 == xtuner ]] || mapfile -t left_out < <(list_left_out xtuner-0.1.23)
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
+    # torch 2.4 starts processes that compile as soon as DeepSpeed is imported; nothing is compiled here
+    export TORCHINDUCTOR_COMPILE_THREADS=1
     test_with ".venv-$1" xtuner --complete -m 'not modern_only' "${XTUNERS[@]}" "${left_out[@]}"
 }
 
@@ -125,18 +127,15 @@ second_tier() {
     make_env .venv modern test stores docs
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
-    (
-        run xtuner test_xtuner xtuner-0.1
-        # Here, so that the operators are compiled when it loads them
-        run needs test_with .venv needs --complete -m needs $(list_files_that_need distributed)
-    ) &
+    run xtuner test_xtuner xtuner-0.1 &
     (
         run transformers4 test_transformers4
         run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e)
         run docs build_docs
     ) &
-    show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py
-    run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
+    # In one pytest, which imports once. First the stress, so that the operators are compiled when others load them
+    show needs test_with .venv needs --complete -m needs tests/stress $(list_files_that_need distributed unit) \
+        --ignore=tests/stress/test_network_fs.py
     wait "$compiling"
 }
 
@@ -159,7 +158,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit e2e xtuner needs transformers4 programs docs sweeps; do
+    for name in lint unit e2e xtuner transformers4 programs docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
