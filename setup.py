@@ -53,8 +53,8 @@ setup(
     package_data={'xhf_hooks': ['py.typed']},
     entry_points={
         'console_scripts': [
-            'xhf-convert = xhf_hooks.cli.convert:main',
-            'xhf-verify = xhf_hooks.cli.verify:main',
+            'xhf-convert = xhf_hooks.offline.commands.convert:main',
+            'xhf-verify = xhf_hooks.offline.commands.verify:main',
         ]
     },
     python_requires='>=3.10',

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from xhf_hooks.cli.verify import main
+from xhf_hooks.offline.commands.verify import main
 
 if __name__ == '__main__':
     sys.exit(main())

@@ -15,7 +15,7 @@ from xhf_hooks.registry import register_hook
 from xhf_hooks.system.versions import __version__, require_packages
 
 if TYPE_CHECKING:
-    from xhf_hooks.hooks.hf_checkpoint_hook import HFCheckpointHook
+    from xhf_hooks.integrations.mmengine.hf_checkpoint_hook import HFCheckpointHook
     from xhf_hooks.integrations.own_loop import save_hf
     from xhf_hooks.integrations.transformers import HFCheckpointCallback
 
@@ -48,7 +48,7 @@ def _hook() -> type[HFCheckpointHook]:
             'deepspeed). HFCheckpointCallback and save_hf need no MMEngine',
             name='mmengine',
         )
-    from xhf_hooks.hooks.hf_checkpoint_hook import HFCheckpointHook
+    from xhf_hooks.integrations.mmengine.hf_checkpoint_hook import HFCheckpointHook
 
     return HFCheckpointHook
 

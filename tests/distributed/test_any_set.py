@@ -22,7 +22,7 @@ from tests.helpers.ranks.launch import REPO_ROOT, run_program
 from tests.helpers.ranks.scenarios import check, error_of, run_scenarios
 from tests.helpers.runs.toy_run import run_config, train
 from xhf_hooks import save_hf
-from xhf_hooks.cli import verify
+from xhf_hooks.offline.commands import verify
 from xhf_hooks.ranks.collective import Collective
 
 HAS_FSDP2 = hasattr(fsdp, 'fully_shard') or find_spec('torch.distributed._composable.fsdp') is not None

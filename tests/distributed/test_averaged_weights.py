@@ -16,8 +16,8 @@ from tests.helpers.checks.converted import assert_same_files, convert
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.hook_runs import READS_OWN_CHECKPOINTS, log_of, refusal_of
 from tests.helpers.runs.toy_run import run_config, train
-from xhf_hooks.cli.convert import BAD_INPUT, main
-from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.offline.commands.convert import BAD_INPUT, main
+from xhf_hooks.offline.commands.verify import main as verify
 
 EMA = dict(type='EMAHook', momentum=0.1)
 EACH = dict(interval=2, by_epoch=False, max_keep_ckpts=-1)

@@ -18,8 +18,8 @@ from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import open_run, save_folder, train_one_step, zero_engine
 from tests.helpers.runs.tiny_checkpoint import iteration
 from xhf_hooks import save_hf
-from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import XhfError
+from xhf_hooks.offline.commands.verify import main as verify
 
 #: As of DeepSeek-V3, whose extra layer is in 8 bits with scales, and of MiMo.
 CARRIED = {

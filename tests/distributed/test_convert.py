@@ -31,8 +31,8 @@ from tests.helpers.runs.frontends import fresh_accelerate, trainer_run
 from tests.helpers.runs.toy_run import run_config, train
 from tests.helpers.runs.zero_config import zero_config
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
-from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.offline.commands.convert import main
+from xhf_hooks.offline.commands.verify import main as verify
 from xhf_hooks.offline.convert import weights
 
 #: Name to options of ``run_config``: MMEngine runs, each with the hook's export of its last iteration.

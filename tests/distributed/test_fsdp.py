@@ -39,8 +39,8 @@ from tests.helpers.runs.fsdp_runs import (
     whole_state,
 )
 from xhf_hooks import save_hf
-from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.errors import CheckpointError
+from xhf_hooks.offline.commands.verify import main as verify
 
 #: Slices that ranks send, slices that they write, and whole tensors; the first two in the background here or there. For
 #: every other case the first ways, for those between the second ones, as in test_equivalence, which has the others.

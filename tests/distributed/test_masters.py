@@ -15,7 +15,7 @@ from tests.helpers.models.zoo.llamas import odd_llama
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import train_one_step, zero_engine
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 
 NARROW = {'bf16': {'enabled': True, 'bf16_master_weights_and_grads': True, 'bf16_optimizer_states': True}}
 

@@ -20,7 +20,7 @@ from tests.helpers.models.own_classes import CounterConfig, HasWidth
 from tests.helpers.models.zoo import FAMILIES, available, build
 from tests.helpers.ranks.scenarios import check, run_scenarios
 from tests.helpers.runs.engines import save_folder, zero_engine
-from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.offline.commands.verify import main as verify
 
 #: Left out, since they are Llamas here; tests/unit/exporters/test_families.py has many more.
 ALIKE = ('qwen3', 'gemma2', 'gemma3_text', 'phi3', 'olmo2')

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.checks.compare import folder_tensors
 from tests.helpers.models.zoo import build
 from tests.helpers.ranks.launch import run_program
-from xhf_hooks.cli.convert import BAD_INPUT, DONE, FAILED, main
+from xhf_hooks.offline.commands.convert import BAD_INPUT, DONE, FAILED, main
 
 
 @pytest.fixture(scope='module')
@@ -134,7 +134,7 @@ def test_disk_too_small(trained, tmp_path, capsys, monkeypatch):
 # Ends the process when half of the file is written.
 HALFWAY = """
 import os, signal, sys, time
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 from xhf_hooks.files.output_file import OutputFile
 
 write = OutputFile.write
@@ -160,7 +160,7 @@ def test_what_is_killed_halfway_leaves_nothing_under_the_name(trained, tmp_path)
 # Ends the process where OUT is being replaced, on a file system that cannot exchange two folders, such as NFS.
 BETWEEN_RENAMES = """
 import os, signal, sys
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 from xhf_hooks.places import replacement
 
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server of a run that saves on it blocks it

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.models.model_folder import save_model
 from tests.helpers.ranks.launch import REPO_ROOT, run_program
-from xhf_hooks.cli.verify import main
+from xhf_hooks.offline.commands.verify import main
 
 EXAMPLES = sorted((REPO_ROOT / 'configs' / 'frontends').glob('*.py'))
 

@@ -10,7 +10,7 @@ from tests.helpers.checks.compare import assert_same_folder_tensors, folder_tens
 from tests.helpers.checks.converted import convert
 from tests.helpers.models.families import MODELS
 from tests.helpers.runs.older_transformers import run_with_transformers
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 
 pytestmark = [pytest.mark.needs('transformers 4'), pytest.mark.modern_only]
 

@@ -20,7 +20,7 @@ from tests.helpers.checks.pages import PAGES, ROOT, blocks, code
 from tests.helpers.models.model_folder import save_model, save_tokenizer
 from tests.helpers.ranks.launch import run_program, run_ranks
 from xhf_hooks import HFCheckpointHook
-from xhf_hooks.cli import verify
+from xhf_hooks.offline.commands import verify
 
 README = PAGES['README.md']
 BENCHMARKS = ['save', 'floors', 'hsdp', 'throttled', 'memory', 'stall', 'start', 'convert', 'upload']

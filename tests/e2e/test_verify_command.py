@@ -19,7 +19,7 @@ from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, flip, save_model, write_manifest
 from tests.helpers.models.zoo import build, projector
 from xhf_hooks import save_hf
-from xhf_hooks.cli.verify import DIFFERENT, SAME, UNUSABLE, main
+from xhf_hooks.offline.commands.verify import DIFFERENT, SAME, UNUSABLE, main
 
 WEIGHTS = 'model.safetensors'
 
@@ -161,7 +161,7 @@ import importlib.util, sys
 find, lacking = importlib.util.find_spec, ('accelerate', 'peft')
 importlib.util.find_spec = lambda name, package=None: None if name in lacking else find(name, package)
 sys.modules.update(dict.fromkeys(lacking))
-from xhf_hooks.cli.verify import main
+from xhf_hooks.offline.commands.verify import main
 sys.exit(main([*sys.argv[1:], '--load', '--json']))
 """
     command = [sys.executable, '-c', code, str(model), str(tmp_path / 'adapter')]

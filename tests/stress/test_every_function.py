@@ -74,7 +74,7 @@ NOT_BEGUN = 'is saved, but its upload and on_saved were not begun: '
 #: Uploads and commands of on_saved, in threads of their own, are not part of a save.
 THREADS = ('MainThread', 'xhf-a-save-in-the-background', 'xhf-writer')
 #: Need what may not be installed, and are no part of a save.
-LEFT_OUT = ('xhf_hooks.cli', 'xhf_hooks.integrations.axolotl')
+LEFT_OUT = ('xhf_hooks.offline.commands', 'xhf_hooks.integrations.axolotl')
 
 
 class InjectedError(OSError):

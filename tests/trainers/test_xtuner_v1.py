@@ -27,7 +27,7 @@ CLASSES['ep'] = CLASSES['moe']
 CONVERT = """
 import sys
 from tests.trainers import xtuner_v1_cpu
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 sys.exit(main(sys.argv[1:]))
 """
 

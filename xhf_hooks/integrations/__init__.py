@@ -1,1 +1,1 @@
-"""Frontends for other trainers than MMEngine, each of which needs its trainer's package, and for a loop of your own."""
+"""Frontends: for MMEngine and other trainers, each of which needs its trainer's package, and for a loop of your own."""

@@ -25,7 +25,7 @@ def logits_of(folder: Path):
 def main(out: Path, *work_dirs: Path) -> None:
     import torch
 
-    from xhf_hooks.cli.convert import main as convert
+    from xhf_hooks.offline.commands.convert import main as convert
 
     logits = {}
     for work_dir in work_dirs:

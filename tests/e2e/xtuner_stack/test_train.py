@@ -348,7 +348,7 @@ def test_converted_and_read_where_transformers_is_new(runs, tmp_path):
 
 def test_an_older_checkpoint_by_a_config_that_nobody_ran(runs, tmp_path, monkeypatch, capsys):
     """The lazy config that the user wrote is read, and what it imports is not imported. One with edits is refused."""
-    from xhf_hooks.cli.convert import main
+    from xhf_hooks.offline.commands.convert import main
 
     monkeypatch.chdir(runs.root)
     work_dir, plain = runs.work_dir(FULL), tmp_path / 'plain.py'

@@ -10,7 +10,7 @@ from tests.helpers.models.zoo import build
 
 def convert(*args: str | Path) -> Path:
     """Run the command, which must succeed; returns OUT."""
-    from xhf_hooks.cli.convert import main
+    from xhf_hooks.offline.commands.convert import main
 
     assert main([str(arg) for arg in args]) == 0
     return Path(args[1])
@@ -18,7 +18,7 @@ def convert(*args: str | Path) -> Path:
 
 def refused(capsys: Any, *args: str | Path) -> str:
     """Run the command, which must refuse its arguments and write nothing; returns the one line that says why."""
-    from xhf_hooks.cli.convert import BAD_INPUT, main
+    from xhf_hooks.offline.commands.convert import BAD_INPUT, main
 
     capsys.readouterr()
     assert main([str(arg) for arg in args]) == BAD_INPUT

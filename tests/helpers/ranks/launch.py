@@ -48,7 +48,11 @@ PRELOADED = (
     *('s3fs', 'pytest', 'matplotlib.pyplot'),
     # What XTuner imports first of all. Not XTuner itself: a run without it must not import it
     *('pandas', 'pyarrow.parquet', 'aiohttp', 'torchvision', 'skimage.io', 'scipy.signal'),
-    *('xhf_hooks.runs.run', 'xhf_hooks.offline.convert.plan_conversion', 'xhf_hooks.hooks.hf_checkpoint_hook'),
+    *(
+        'xhf_hooks.runs.run',
+        'xhf_hooks.offline.convert.plan_conversion',
+        'xhf_hooks.integrations.mmengine.hf_checkpoint_hook',
+    ),
     *('tests.helpers.runs.toy_run', 'tests.helpers.ranks.frozen'),
 )
 _CONTEXT = multiprocessing.get_context('forkserver')

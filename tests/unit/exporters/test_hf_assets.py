@@ -43,13 +43,13 @@ from tests.helpers.models.sentences import WEIGHTS, First, Halved, Pooling, Proj
 from tests.helpers.models.zoo import ODD_ENCODER, VISION_TOWER, build, small_config
 from tests.helpers.models.zoo.llava import tokenizer
 from xhf_hooks import save_hf
-from xhf_hooks.cli.verify import main as verify
 from xhf_hooks.compat.transformers import converts_weights
 from xhf_hooks.errors import ModelError
 from xhf_hooks.exporters import HuggingFaceExporter
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
 from xhf_hooks.exporters.assets.find_tokenizer import find_tokenizer
 from xhf_hooks.exporters.base import ExportRequest
+from xhf_hooks.offline.commands.verify import main as verify
 from xhf_hooks.sources import source_for
 
 

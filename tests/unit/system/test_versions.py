@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 import xhf_hooks
-from xhf_hooks.cli import convert, verify
 from xhf_hooks.errors import InstalledError
+from xhf_hooks.offline.commands import convert, verify
 from xhf_hooks.system import versions
 from xhf_hooks.system.versions import require_packages
 

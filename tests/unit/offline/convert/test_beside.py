@@ -18,8 +18,8 @@ from tests.helpers.models.model_folder import edit_json, save_tokenizer, write_m
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
 from xhf_hooks.compat.transformers import converts_weights
+from xhf_hooks.offline.commands.convert import main
 from xhf_hooks.offline.convert.conversion import Conversion
 
 OWN = 'OF TRAINING'

@@ -17,8 +17,8 @@ from tests.helpers.checks.converted import convert
 from tests.helpers.ranks.launch import REPO_ROOT, run_ranks
 from tests.helpers.runs.hook_runs import refusal_of, saves
 from tests.helpers.runs.toy_run import run_config, train
-from xhf_hooks.cli import verify
 from xhf_hooks.files.manifest import read_manifest
+from xhf_hooks.offline.commands import verify
 from xhf_hooks.system.versions import version_numbers
 
 FOLDERS = REPO_ROOT / 'tests' / 'golden' / 'folders'

@@ -18,7 +18,7 @@ from tests.helpers.models.zoo import ODD, ODD_ENCODER, small_config
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from tests.helpers.tiers import split_tiers
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 
 _SPEECH = {
     **dict(vocab_size=32, conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2), num_feat_extract_layers=2),

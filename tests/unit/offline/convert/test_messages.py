@@ -15,7 +15,7 @@ from tests.helpers.checks.converted import convert, refused
 from tests.helpers.models.model_folder import edit_json, save_model, write_manifest
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands.convert import main
 
 
 @pytest.fixture(scope='module')

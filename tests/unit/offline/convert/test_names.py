@@ -26,7 +26,7 @@ from tests.helpers.models.model_folder import edit_json
 from tests.helpers.models.zoo import available, build, has_class_for
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint, save_dcp
 from xhf_hooks import save_hf
-from xhf_hooks.cli.verify import main as verify
+from xhf_hooks.offline.commands.verify import main as verify
 
 
 def from_base(folder: Path, kind: str = 'AutoModelForCausalLM', **options: Any) -> Any:

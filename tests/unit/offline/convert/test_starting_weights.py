@@ -16,8 +16,8 @@ from tests.helpers.models.model_folder import save_tokenizer
 from tests.helpers.models.zoo import build
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from xhf_hooks import save_hf
-from xhf_hooks.cli import verify
-from xhf_hooks.cli.convert import main
+from xhf_hooks.offline.commands import verify
+from xhf_hooks.offline.commands.convert import main
 
 LORA = dict(r=4, lora_alpha=12, target_modules=['q_proj', 'v_proj'])
 NAMES_BASE = "type='transformers.AutoModelForCausalLM.from_pretrained', pretrained_model_name_or_path"

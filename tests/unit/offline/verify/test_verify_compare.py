@@ -22,9 +22,9 @@ from tests.helpers.models.model_folder import edit_json, save_model
 from tests.helpers.models.zoo import build, projector
 from tests.helpers.models.zoo.llava import TinyLlava, save_bases
 from xhf_hooks import save_hf
-from xhf_hooks.cli.convert import main as convert_main
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
+from xhf_hooks.offline.commands.convert import main as convert_main
 from xhf_hooks.offline.convert.conversion import ConvertOptions
 from xhf_hooks.offline.verify.compare import DIFFERENT, IDENTICAL, OTHER_CONFIG, ROUNDING, Comparison, compare_models
 from xhf_hooks.offline.verify.models import open_models

@@ -12,7 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.cli.output import (
+from xhf_hooks.errors import IncompleteError, TargetError, XhfError
+from xhf_hooks.format.safetensors import AS_IN_BASE
+from xhf_hooks.format.text import size_text, some
+from xhf_hooks.offline.commands.output import (
     CommandParser,
     base_model,
     complain,
@@ -24,9 +27,6 @@ from xhf_hooks.cli.output import (
     say,
     size,
 )
-from xhf_hooks.errors import IncompleteError, TargetError, XhfError
-from xhf_hooks.format.safetensors import AS_IN_BASE
-from xhf_hooks.format.text import size_text, some
 from xhf_hooks.options import CARRY_BASE, DTYPE_CODES, LLAVA_FORMATS, LORA_MODES, VERIFY_LEVELS
 from xhf_hooks.system.threads import count_usable_cores
 from xhf_hooks.system.versions import require_packages

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.model_folder import save_model
 from xhf_hooks import __version__
-from xhf_hooks.cli import convert, verify
-from xhf_hooks.cli.output import complain, progress, say
 from xhf_hooks.errors import OptionError
+from xhf_hooks.offline.commands import convert, verify
+from xhf_hooks.offline.commands.output import complain, progress, say
 
 #: Clears the terminal, sets its title, writes backwards, breaks lines; half of a pair is no text at all.
 HOSTILE = 'a\x1b[2J\x1b]0;title\x07\n\r\u2028\u202egnp\x9b31m\ud800\x00b'

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from xhf_hooks.errors import OptionError
-from xhf_hooks.hooks.schedule import Schedule, check_schedule, validates
+from xhf_hooks.integrations.mmengine.schedule import Schedule, check_schedule, validates
 
 
 def run_of(*, val_loop: object | None, **train_loop: Any) -> Any:

@@ -16,9 +16,15 @@ from torch import nn
 
 from xhf_hooks.errors import AgreedError, XhfError
 from xhf_hooks.format.text import error_text
-from xhf_hooks.hooks.averaged_weights import choose_weights
-from xhf_hooks.hooks.best import BestMetric, BestSave, best_of_resumed_runs
-from xhf_hooks.hooks.schedule import Schedule, check_schedule, counts_epochs, resolve_schedule, validates
+from xhf_hooks.integrations.mmengine.averaged_weights import choose_weights
+from xhf_hooks.integrations.mmengine.best import BestMetric, BestSave, best_of_resumed_runs
+from xhf_hooks.integrations.mmengine.schedule import (
+    Schedule,
+    check_schedule,
+    counts_epochs,
+    resolve_schedule,
+    validates,
+)
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.offline.model.starting_weights import StartingWeights, checkpoints_loaded_over
 from xhf_hooks.options import HookOptions, documents_options, require_apart

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from xhf_hooks.cli.output import (
+from xhf_hooks.offline.commands.output import (
     CommandParser,
     base_model,
     complain,

@@ -54,7 +54,7 @@ for name in [name for name in sys.modules if name.partition('.')[0] == 'xhf_hook
 
 
 def run(system: str, command: str, *args: object) -> Any:
-    code = f'{ANEW}{system}\nfrom xhf_hooks.cli.{command} import main\nsys.exit(main(sys.argv[1:]))'
+    code = f'{ANEW}{system}\nfrom xhf_hooks.offline.commands.{command} import main\nsys.exit(main(sys.argv[1:]))'
     (done,) = run_program(code, *args)
     return done
 

@@ -9,7 +9,7 @@ import torch
 from mmengine.logging import MessageHub
 
 from xhf_hooks.errors import OptionError, TargetError
-from xhf_hooks.hooks.best import BestMetric, BestSave
+from xhf_hooks.integrations.mmengine.best import BestMetric, BestSave
 
 
 @pytest.fixture
