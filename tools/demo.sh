@@ -37,12 +37,12 @@ newest() {
 
 kill_and_start_again() {
     local dir=work_dirs/demo_kill report=work_dirs/demo_kill.stderr
-    local options=(--work-dir "$dir" --cfg-options train_cfg.max_iters=30 default_hooks.checkpoint.interval=10)
-    options+=("custom_hooks.0.out_dir=$dir/hf_model")
+    local options=(--work-dir "$dir" --cfg-options train_cfg.max_iters=15 "custom_hooks.0.out_dir=$dir/hf_model")
+    options+=(default_hooks.checkpoint.interval=5 default_hooks.logger.interval=5)
     rm -rf "$dir" # of an earlier demo
-    echo "== training with $processes processes, saving every 10 iterations, until the second save"
+    echo "== training with $processes processes, saving every 5 iterations, until the second save"
     ! train configs/demo_kill.py "${options[@]}" 2>"$report" || _fail 'The run was not killed.'
-    tail -n 200 "$dir"/2*/*.log | grep -q 'saved iter_10' || _fail "The run failed before its second save: see $report."
+    tail -n 200 "$dir"/2*/*.log | grep -q 'saved iter_5' || _fail "The run failed before its second save: see $report."
     echo "   torchrun's report of it is in $report"
     echo '== the folder: hf_model is the first save, whole; what the second save has written has no such name'
     typed ls -A "$dir"
