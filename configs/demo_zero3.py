@@ -34,7 +34,7 @@ base_folder = 'work_dirs/demo_base'
 
 # Data
 block_length = 64  # tokens in one training sample
-batch_size = 4  # samples per process and iteration
+batch_size = 8  # samples per process and iteration
 
 # Schedule, in iterations
 max_iters = 100

@@ -320,7 +320,7 @@ def accelerate_loop(lines: str, folder: Path) -> None:
     )
     zero3 = dict(ACCELERATE_USE_DEEPSPEED='true', ACCELERATE_DEEPSPEED_CONFIG_FILE=str(folder / 'zero3.json'))
     with doors.fresh_accelerate(**zero3):
-        exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))).replace('500', '5'), names)
+        exec(lines.replace("'out/hf_model'", repr(str(folder / 'hf_model'))).replace('500', '3'), names)
 
 
 def test_the_accelerate_loop_saves(tmp_path):
