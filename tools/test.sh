@@ -115,7 +115,7 @@ run() {
 # Rows that take about as long: when the last one runs alone, a core is idle. Unit tests that start processes from the
 # server of ranks, which itself takes 10 s to start, are in a row that has it.
 first_tier() {
-    local start=(tests/unit/{cli/test_other_systems,integrations/test_own_loop,runs/test_trainings}.py)
+    local start=(tests/unit/{integrations/test_own_loop,runs/test_trainings}.py)
     (run lint lint; run unit test_with .venv unit -m 'not needs' tests/unit "${start[@]/#/--ignore=}" --ignore=tests/unit/offline) &
     run e2e test_with .venv e2e -m 'not needs' tests/e2e --ignore=tests/e2e/xtuner_stack tests/unit/offline "${start[@]}" &
     show ranks test_with .venv ranks -m 'not needs' tests/distributed
