@@ -4,12 +4,12 @@ import copy
 import gc
 import inspect
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,8 +28,7 @@ from xhf_hooks.exporters import hf_assets
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.integrations.own_loop import OptionsOfCall
 from xhf_hooks.runs import save_context
-
-ROOT = Path(__file__).parents[3]
+from xhf_hooks.system.child_processes import SignalProofChildren
 
 
 def change(model: torch.nn.Module) -> None:
@@ -170,9 +169,8 @@ def test_an_error_in_the_background_is_that_of_the_handle(tmp_path, monkeypatch,
     assert save_hf(model, tmp_path / 'hf_model', step=3, async_save=True).result().step == iteration(3)
 
 
-def test_a_process_that_ends_finishes_it(tmp_path):
-    """However it ends, and the lock goes with it."""
-    code = """
+#: Begins a save in the background and ends, as its last argument says.
+ENDING = """
 import sys, time
 from tests.helpers.models.zoo.llamas import odd_llama
 from xhf_hooks import save_hf
@@ -182,15 +180,31 @@ Writer.finish = lambda self: (time.sleep(1), finish(self))[1]
 save_hf(odd_llama(), sys.argv[1], step=int(sys.argv[2]), async_save=True)
 exec(sys.argv[3])
 """
-    ends = ['', 'raise KeyboardInterrupt', 'sys.exit(3)', 'import os, signal; os.kill(os.getpid(), signal.SIGTERM)']
+SIGTERM_ITSELF = 'import os, signal; os.kill(os.getpid(), signal.SIGTERM)'
+
+
+def test_a_process_that_ends_finishes_it(tmp_path):
+    """However it ends, and the lock goes with it."""
+    ends = ['', 'raise KeyboardInterrupt', 'sys.exit(3)', SIGTERM_ITSELF]
     for step, end in enumerate(ends, start=1):
         arguments = [str(tmp_path / 'hf_model'), str(step), end]
         if step == 1:  # the others are forked, with the imports done
-            subprocess.run([sys.executable, '-c', code, *arguments], check=True, cwd=REPO_ROOT)
+            subprocess.run([sys.executable, '-c', ENDING, *arguments], check=True, cwd=REPO_ROOT)
         else:
-            run_program(code, *arguments)
+            run_program(ENDING, *arguments)
         assert assert_whole(tmp_path / 'hf_model') == step
         assert [path.name for path in tmp_path.iterdir()] == ['hf_model']
+
+
+def test_a_child_of_a_process_with_a_run_ends_by_a_signal(tmp_path):
+    """The signal is blocked in its main thread (system/child_processes.py)."""
+    children = SignalProofChildren.start([signal.SIGTERM])
+    try:
+        (ended,) = run_program(ENDING, str(tmp_path / 'hf_model'), '1', SIGTERM_ITSELF)
+    finally:
+        children.close()
+    assert ended.returncode == -signal.SIGTERM, ended
+    assert assert_whole(tmp_path / 'hf_model') == 1
 
 
 #: What type checkers are shown: the kind of result by ``async_save``, and no option of another name.
@@ -213,7 +227,7 @@ def call(model: Any, flag: bool) -> None:
 def test_type_checkers_know_what_a_call_returns(tmp_path):
     (tmp_path / 'calls.py').write_text(TYPED_CALLS)
     command = [sys.executable, '-m', 'mypy', '--follow-imports', 'silent', str(tmp_path / 'calls.py')]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True)
     errors = [line for line in finished.stdout.splitlines() if ': error:' in line]
     (bad_line,) = (i for i, line in enumerate(TYPED_CALLS.splitlines(), start=1) if 'dtyp=' in line)
     assert errors and all(f'calls.py:{bad_line}:' in line for line in errors), finished.stdout + finished.stderr

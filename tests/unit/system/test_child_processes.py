@@ -57,6 +57,14 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def wait_until_taken(pid: int) -> None:
+    """Until no signal to a process is pending: of two that are, it would see the sender of the first alone."""
+    deadline = time.monotonic() + HANG_SECS
+    while 'ShdPnd:\t0000000000000000' not in Path(f'/proc/{pid}/status').read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def work(folder: Path) -> None:
     """A child: says that it is there, waits for a file, and says that it went on."""
     (folder / 'began.tmp').write_text(str(os.getpid()))
@@ -77,6 +85,7 @@ def parent(method: str, folder: Path) -> None:
     child.start()
     wait_for(folder / 'done')
     assert set(got) == set(SIGNALS), got
+    wait_until_taken(child.pid)
     child.terminate()
     child.join(HANG_SECS)
     print('exit code', child.exitcode, flush=True)

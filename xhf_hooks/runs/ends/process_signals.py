@@ -138,9 +138,13 @@ class ProcessSignals:
             self._send_again(number)
 
     def _send_again(self, number: signal.Signals) -> None:
-        """Let a signal take effect in the main thread."""
+        """Let a signal take effect in the main thread.
+
+        It is sent to the process, not to that thread, where a child of multiprocessing has it blocked
+        (system/child_processes.py). Elsewhere Linux gives it to the main thread, whose system call it interrupts.
+        """
         self._has_waited = True
-        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        os.kill(os.getpid(), number)
 
     def _finish_tasks(self, number: signal.Signals) -> None:
         """Wait for the tasks of all runs. Where the user handles the signal, training may go on after that."""
@@ -162,6 +166,7 @@ class ProcessSignals:
                 signal.signal(number, self._handle)
             return
         signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # in a child of multiprocessing
         os.kill(os.getpid(), number)
         os._exit(128 + number)  # process 1 of a container, for which the default action does nothing
 
