@@ -132,9 +132,10 @@ second_tier() {
         run transformers4 test_transformers4
         run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e)
         run docs build_docs
+        run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
     ) &
     # In one pytest, which imports once. First the stress, so that the operators are compiled when others load them
-    show needs test_with .venv needs --complete -m needs tests/stress $(list_files_that_need distributed unit) \
+    show needs test_with .venv needs --complete -m needs tests/stress $(list_files_that_need distributed) \
         --ignore=tests/stress/test_network_fs.py
     wait "$compiling"
 }
@@ -158,7 +159,7 @@ run_tiers() {
         echo "$tier $SECONDS" >>"$logs/tiers"
     done
     set -e +m
-    for name in lint unit e2e xtuner transformers4 programs docs; do
+    for name in lint unit e2e xtuner transformers4 programs docs sweeps; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
