@@ -21,7 +21,6 @@ from tests.helpers.checks.compare import (
 )
 from tests.helpers.checks.converted import assert_same_files, config_of, convert
 from tests.helpers.models.adapted import EXPERTS, adapt, is_known_to_peft
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import resize_embeddings, save_tokenizer
 from tests.helpers.models.zoo import available, build
 from tests.helpers.models.zoo.llamas import odd_llama
@@ -180,7 +179,7 @@ def mixed_base(family: str, stage: int, dtype: str, folder: Path) -> None:
 
 def trainer_with_tokens(family: str, stage: int, lora: dict[str, Any] | None, folder: Path) -> None:
     """A Trainer run with tokens and a chat template of its own, and the callback: ``run``, from ``base``."""
-    built, base = build(family, models=MODELS), folder / 'base'
+    built, base = build(family), folder / 'base'
     built.generation_config.update(do_sample=True, temperature=0.6)
     save_base(built, base)
     model = type(built).from_pretrained(base)

@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.helpers.models.families import MODELS
 from tests.helpers.models.model_folder import edit_json, flip, save_model, write_manifest
 from tests.helpers.models.zoo import build, projector
 from xhf_hooks import save_hf
@@ -231,7 +230,7 @@ def test_load_an_adapter(model, tmp_path, capsys):
 
 @pytest.mark.parametrize('family', ['llava', 't5', 'bert', 'clip', 'whisper', 'donut', 'mixtral'])
 def test_load_whatever_the_model_takes(family, tmp_path, capsys):
-    model = build(family, models=MODELS) if family in MODELS else build(family)
+    model = build(family)
     model.save_pretrained(tmp_path)
     assert run(tmp_path, '--load') == SAME
     assert f'ok         load        {type(model).__name__} in' in capsys.readouterr().out

@@ -116,7 +116,7 @@ class WithProjection(nn.Module):
 
 
 def test_a_module_around_the_model_that_writes_its_weights_itself(tmp_path, caplog):
-    whole = WithProjection(build('llama_tied', models=MODELS))
+    whole = WithProjection(build('llama_tied'))
     whole.save_pretrained(tmp_path / 'expected')
     save_hf(whole, tmp_path / 'found')
     assert 'are not saved' not in caplog.text

@@ -228,10 +228,12 @@ def require_read(value: Any, what: str, where: str) -> None:
     """Refuse a value that is unread, or has a part that is."""
     if isinstance(value, Unread):
         required(value, what, where)
-    parts = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
-    for name, part in parts:
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, (list, tuple)):
+        parts = dict(enumerate(value))
+    for name, part in parts.items():
         require_read(part, f'{what}.{name}', where)
 
 
