@@ -131,7 +131,7 @@ def test_a_model_that_is_none_of_transformers(tmp_path):
     assert not (committed.path / 'README.md').exists()  # transformers would not load it as the card would say
 
 
-def test_what_any_exporter_leaves_out_is_told(tmp_path, caplog):
+def test_what_any_exporter_leaves_out_or_warns_of_is_told(tmp_path, caplog):
     @EXPORTERS.register_module()
     class NetAlone(Exporter):
         def __init__(self, model, module): ...
@@ -142,15 +142,18 @@ def test_what_any_exporter_leaves_out_is_told(tmp_path, caplog):
 
         def export(self, request):
             written = {spec.name: spec for spec in request.specs if spec.name.startswith('net.')}
-            return Export(entries=tuple(extending.unchanged_entries(written, None, extending.FileSet())))
+            entries = tuple(extending.unchanged_entries(written, None, extending.FileSet()))
+            return Export(entries=entries, warnings=('of the export',))
 
         def write_hf_assets(self, export, folder, tokenizer, eos_token_ids):
-            return []
+            return ['of the files']
 
     caplog.set_level('INFO')
     model = WorldModel()
     model.head.bias.requires_grad_(False)
-    save_hf(model, tmp_path / 'out')
+    committed = save_hf(model, tmp_path / 'out')
+    assert committed.warnings == ('of the export', 'of the files')
+    assert all(caplog.text.count(warning) == 1 for warning in committed.warnings)
     assert 'trained, but not saved: 1 tensor (head.weight)' in caplog.text
     assert 'not exported: 1 tensor (head.bias)' in caplog.text
     assert '    from   WholeTensorsSource, for NetAlone' in caplog.text

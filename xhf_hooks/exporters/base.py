@@ -54,12 +54,15 @@ class Export:
             without saying, unless training changes it.
         combine_nbytes: Largest allocation of one call of an entry's ``combine``, in bytes.
         n_parameters: ``total_parameters`` for the index file, by folder if there are several; None omits the field.
+        warnings: What whoever loads the folder has to know, as far as it is known before a save. Each save has them
+            among its own, and they are logged once.
     """
 
     entries: tuple[ExportEntry, ...]
     adapter_base_tensors: frozenset[str] = frozenset()
     combine_nbytes: int = 0
     n_parameters: int | Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 ExportType = TypeVar('ExportType', bound=Export)
@@ -114,10 +117,13 @@ class Exporter(ABC, Generic[ExportType]):
     def write_hf_assets(
         self, export: ExportType, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        """Write all files except the weights, create the entries' folders, and return warnings. Runs on: rank 0.
+        """Write all files except the weights, and create the entries' folders. Runs on: rank 0.
 
         Args:
             eos_token_ids: Token ids to add to the model's own.
+
+        Returns:
+            Warnings besides those of the export, such as of the tokenizer.
         """
 
     @property
@@ -194,6 +200,7 @@ class CompositeExporter(Exporter[CompositeExport]):
             adapter_base_tensors=frozenset().union(*(part.adapter_base_tensors for part in parts.values())),
             combine_nbytes=max(part.combine_nbytes for part in parts.values()),
             n_parameters={folder: part.n_parameters for folder, part in parts.items()},
+            warnings=tuple(warning for part in parts.values() for warning in part.warnings),
             parts=parts,
         )
 

@@ -147,6 +147,17 @@ def for_older_readers(
     return answer, warnings + warn_of_older_tensors(model, config, answer, base_model)
 
 
+def warn_of_own_save(model: PreTrainedModel, answer: SaveAnswer) -> list[str]:
+    """Warnings about what a ``save_pretrained`` of the class's own writes, and a save cannot."""
+    warnings = warn_of_not_saved(answer.not_saved)
+    if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
+        warnings.append(
+            f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '
+            f'({answer.problem}): files that it writes besides the weights may be missing'
+        )
+    return warnings
+
+
 def _with_sampling(generation: GenerationConfig) -> GenerationConfig:
     sampling = copy.deepcopy(generation)
     sampling.do_sample = True
@@ -173,17 +184,9 @@ def write(
     for name, content in answer.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    warnings = []
-    if answer.problem is not None and not model_class(model).__module__.startswith('transformers.'):
-        warnings.append(
-            f'{model_class(model).__name__} has a save_pretrained of its own, which could not be run without weights '
-            f'({answer.problem}): files that it writes besides the weights may be missing'
-        )
-    warnings += warn_of_not_saved(answer.not_saved)
     if eos_token_ids and GENERATION_CONFIG in answer.files:
         _add_eos_token_ids(folder / GENERATION_CONFIG, eos_token_ids)
-    if tokenizer is not None:
-        warnings += write_tokenizer(folder, tokenizer, base_model)
+    warnings = [] if tokenizer is None else write_tokenizer(folder, tokenizer, base_model)
     copy_processor(folder, tokenizer, base_model)
     if model_class(model).__name__ in (base_model.read_json(CONFIG).get('architectures') or ()):
         _copy_companions(folder, base_model)

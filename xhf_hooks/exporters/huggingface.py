@@ -60,7 +60,6 @@ class HuggingFaceExport(Export):
         surroundings: What is saved around the exported model.
         base_model: The base.
         fingerprint: Of what it was made from (:meth:`HuggingFaceExporter.fingerprint`).
-        config_warnings: About the generation config, and about what older readers do not read.
     """
 
     reference: Reference
@@ -69,7 +68,6 @@ class HuggingFaceExport(Export):
     surroundings: Surroundings
     base_model: LocatedBase
     fingerprint: str
-    config_warnings: tuple[str, ...] = ()
 
     @property
     def config(self) -> PretrainedConfig:
@@ -133,8 +131,14 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         model_dtype = request.dtype if base is None else base.of_model
         own, replaced = self.own_tensors(request.specs)
         reference = self.find_reference(own, replace(request, dtype=model_dtype))
-        answer, warnings = self._ask_save(own, reference, model_dtype)
-        answer, older_warnings = self.for_older_readers(answer, reference)
+        warnings = warn_of_arguments(
+            model_class(self._model), reference.arguments, reference.differences_without_arguments
+        )
+        answer, of_generation = self._ask_save(own, reference, model_dtype)
+        warnings += of_generation
+        warnings += hf_assets.warn_of_own_save(self.model_to_ask(reference.model), answer)
+        answer, of_older_readers = self.for_older_readers(answer, reference)
+        warnings += of_older_readers
         entries = entries_of(answer.weights, own)
         if base is not None:
             entries = base.applied_to(entries, reference.model.base_model_prefix)
@@ -154,7 +158,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             surroundings=surroundings,
             base_model=self.base_model,
             fingerprint=fingerprint,
-            config_warnings=(*warnings, *older_warnings),
+            warnings=(*warnings, *surroundings.warnings),
         )
 
     def fingerprint(self) -> str:
@@ -320,12 +324,8 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def write_hf_assets(
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
-        reference = export.reference
         warnings = hf_assets.compare_vocabulary(tokenizer, *export.rows, self)
-        kind = model_class(self._model)
-        warnings += warn_of_arguments(kind, reference.arguments, reference.differences_without_arguments)
-        warnings += export.config_warnings
-        model = self.model_to_ask(reference.model)
+        model = self.model_to_ask(export.reference.model)
         warnings += hf_assets.write(folder, model, export.answer, tokenizer, eos_token_ids, self.base_model)
         return warnings + export.warnings_of_base + export.surroundings.write(folder, self._path)
 

@@ -154,6 +154,7 @@ class AdapterExporter(Exporter[AdapterExport]):
         return AdapterExport(
             entries=(*unchanged_entries(found, request.dtype, ADAPTER_FILES), *surroundings.entries),
             adapter_base_tensors=frozenset(spec.name for spec in own.values()),
+            warnings=surroundings.warnings,
             embedding_rows=max((rows[key] for key in embeddings if key in rows), default=None),
             head_rows=rows.get(id(output_embedding(self._model))),
             saves_embeddings=not embeddings.isdisjoint(saved),

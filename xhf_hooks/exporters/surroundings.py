@@ -62,7 +62,7 @@ class Surroundings:
                 write_config_of_other_modules(folder, path)
         write_missing(folder, self.answer.files)
         lost = [name for name in self.answer.not_saved if not (folder / name).exists()]
-        return [*self.warnings, *warn_of_not_saved(lost)]
+        return warn_of_not_saved(lost)
 
 
 def warn_of_not_saved(files: Collection[str]) -> list[str]:

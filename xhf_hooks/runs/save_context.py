@@ -146,9 +146,10 @@ class SaveContext:
             self.kept.keep(self.preparation, self.options, self.strategy, self.tokenizer, self.eos_token_ids)
 
     def write_hf_assets(self, folder: Path) -> list[str]:
-        """Write all files except the weights; returns warnings for the log. Runs on: rank 0."""
+        """Write all files except the weights; returns all warnings for the log. Runs on: rank 0."""
         prepared = self.preparation
-        return prepared.exporter.write_hf_assets(prepared.export, folder, self.tokenizer, self.eos_token_ids)
+        of_files = prepared.exporter.write_hf_assets(prepared.export, folder, self.tokenizer, self.eos_token_ids)
+        return [*prepared.export.warnings, *of_files]
 
     def ensure_connected(self) -> bool:
         """Reconnect the ranks for background saves if a connection has broken; returns whether it had.

@@ -232,7 +232,7 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
         config = copy.deepcopy(export.config)
-        warnings = [*export.config_warnings]
+        warnings = []
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)  # a processor's
         if not hasattr(tokenizer, 'add_tokens'):
             tokenizer = None  # what is copied cannot get it, either

@@ -182,7 +182,8 @@ class Planned:
         """Ask the exporter again first if that is outdated, as a save does."""
         if self.exporter.is_outdated(self.export):
             self.export = self.exporter.export(self.request)
-        return self.exporter.write_hf_assets(self.export, folder, tokenizer, eos_token_ids)
+        of_files = self.exporter.write_hf_assets(self.export, folder, tokenizer, eos_token_ids)
+        return [*self.export.warnings, *of_files]
 
 
 def planned(model: nn.Module, dtype: str | None = None, module: str | None = None, **options: Any) -> Planned:

@@ -149,6 +149,7 @@ class Conversion:
             staging = target.open_staging()
             target.require_disk_space(plan.nbytes)
             with errors_naming(target.path):
+                notes += self.export.warnings
                 notes += self.exporter.write_hf_assets(self.export, staging, tokenizer, eos_token_ids)
                 if options.model_card:
                     write_model_card(staging, self.exporter.base_model, self.step)
