@@ -22,7 +22,7 @@ from xhf_hooks.exporters.assets.base_files import LocatedBase, is_remote_code
 from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by, specs_below
 from xhf_hooks.exporters.base_dtypes import base_dtypes
 from xhf_hooks.exporters.base_tensors import entries_to_copy, warn_of_base
-from xhf_hooks.exporters.built_with import warn_of_arguments
+from xhf_hooks.exporters.class_arguments import warn_of_arguments
 from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, require_not_quantized
 from xhf_hooks.exporters.loading_check import loading_not_checked, needs_its_code, require_none
 from xhf_hooks.exporters.lora_merge import Merge, merge_adapters

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.compat.transformers import ignored_keys, text_config
-from xhf_hooks.exporters.built_with import find_arguments
+from xhf_hooks.exporters.class_arguments import find_arguments
 from xhf_hooks.exporters.loading_check import Problems, differences, require_none
 from xhf_hooks.exporters.ties import TIE, are_embeddings_tied, matches, reads_tie
 from xhf_hooks.exporters.traced import TracedTensor

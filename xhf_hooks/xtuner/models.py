@@ -16,7 +16,7 @@ from xhf_hooks.compat.transformers import ROPE_OPTIONS, has_rope, set_rope_optio
 from xhf_hooks.errors import ConfigError, OptionError
 from xhf_hooks.format.text import some
 from xhf_hooks.offline.model import transformers_model
-from xhf_hooks.offline.model.frozen import freeze_parts
+from xhf_hooks.offline.model.freeze_modules import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.run_config import RunConfig, require_read, required
 

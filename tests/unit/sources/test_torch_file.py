@@ -18,7 +18,7 @@ from tests.helpers.checks.read_checkpoint import open_checkpoint, read_all, read
 from tests.helpers.runs.torch_zip import pickled, write_torch_zip
 from xhf_hooks.errors import CheckpointError, DamagedError
 from xhf_hooks.format.dtypes import TORCH_DTYPES
-from xhf_hooks.offline.checkpoint.base_weights import base_weights
+from xhf_hooks.offline.checkpoint.hf_folder import weights_of_folder
 
 
 def can_be_saved(dtype: torch.dtype) -> bool:
@@ -188,12 +188,12 @@ def test_those_of_each_file_that_the_index_names(tmp_path):
     for name, file in files.items():
         save_file({name: TENSORS[name]}, tmp_path / file)
     (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': files}))
-    assert_same_tensors(read_tensors(base_weights(tmp_path).values()), TENSORS)
+    assert_same_tensors(read_tensors(weights_of_folder(tmp_path).values()), TENSORS)
 
 
 def test_files_of_torch_in_one_or_several(tmp_path):
     torch.save({**TENSORS, 'again': TENSORS['a']}, tmp_path / 'pytorch_model.bin')
-    found = base_weights(tmp_path)
+    found = weights_of_folder(tmp_path)
     assert found.pop('again') is found['a'], 'it is stored once'
     assert_same_tensors(read_tensors(found.values()), {**TENSORS, 'again': TENSORS['a']})
     files = {name: f'pytorch_model-{name}.bin' for name in TENSORS}
@@ -201,7 +201,7 @@ def test_files_of_torch_in_one_or_several(tmp_path):
         torch.save({name: TENSORS[name]}, tmp_path / file)
     (tmp_path / 'pytorch_model.bin').unlink()
     (tmp_path / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': files}))
-    assert_same_tensors(read_tensors(base_weights(tmp_path).values()), TENSORS)
+    assert_same_tensors(read_tensors(weights_of_folder(tmp_path).values()), TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_safetensors_that_are_refused(tmp_path, dtype, nbytes, words):
     header = json.dumps({'a': {'dtype': dtype, 'shape': [2], 'data_offsets': [0, nbytes]}}).encode()
     (tmp_path / 'model.safetensors').write_bytes(struct.pack('<Q', len(header)) + header + bytes(nbytes))
     with pytest.raises(CheckpointError, match=words):
-        base_weights(tmp_path)
+        weights_of_folder(tmp_path)

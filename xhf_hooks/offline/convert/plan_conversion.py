@@ -18,8 +18,8 @@ from xhf_hooks.offline.checkpoint.source import CheckpointSource
 from xhf_hooks.offline.convert.conversion import Conversion, ConvertOptions
 from xhf_hooks.offline.convert.weights import PlannedOutputs
 from xhf_hooks.offline.model.build import build_meta_model
-from xhf_hooks.offline.model.frozen import dtype_of_frozen, edited_by_adapters
-from xhf_hooks.offline.model.match import match_checkpoint, require_all
+from xhf_hooks.offline.model.freeze_modules import dtype_of_frozen, edited_by_adapters
+from xhf_hooks.offline.model.match_checkpoint import match_checkpoint, require_all
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.other_modules import add_other_modules
 from xhf_hooks.offline.model.run_config import RunConfig, find_run_config

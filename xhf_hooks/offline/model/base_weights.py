@@ -21,7 +21,7 @@ from xhf_hooks.exporters.ask_load import Loaded, ask_load
 from xhf_hooks.exporters.traced import ElementRange, TracedTensor, replay
 from xhf_hooks.format.dtypes import TORCH_DTYPES
 from xhf_hooks.format.text import error_text
-from xhf_hooks.offline.checkpoint.base_weights import base_weights
+from xhf_hooks.offline.checkpoint.hf_folder import weights_of_folder
 from xhf_hooks.sources.stored_tensors import Pieces, StoredTensor
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def weights_of_base(kind: type[PreTrainedModel], config: PretrainedConfig, folde
     Raises:
         CheckpointError: Files are missing or damaged.
     """
-    stored = base_weights(folder)
+    stored = weights_of_folder(folder)
     if not stored:
         return BaseWeights()
     try:

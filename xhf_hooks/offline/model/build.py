@@ -24,10 +24,10 @@ from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, GENERATION_CONFIG
 from xhf_hooks.format.text import some
 from xhf_hooks.offline.checkpoint.find import FoundCheckpoint
 from xhf_hooks.offline.model import transformers_model
-from xhf_hooks.offline.model.frozen import freeze_parts
+from xhf_hooks.offline.model.find_class import below, beside_backbone, place
+from xhf_hooks.offline.model.freeze_modules import freeze_parts
 from xhf_hooks.offline.model.meta_model import MetaModel
 from xhf_hooks.offline.model.nested_adapters import adapt_parts
-from xhf_hooks.offline.model.placing import below, beside_backbone, place
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.offline.model.starting_weights import StartingWeights, base_named_by, checkpoints_loaded_over
 from xhf_hooks.offline.model.stored_names import without_adapters

@@ -22,7 +22,7 @@ from xhf_hooks.exporters.assets.base_files import find_base_folder
 from xhf_hooks.model import names_by_identity
 from xhf_hooks.offline.model import transformers_model
 from xhf_hooks.offline.model.base_weights import BaseWeights, weights_of_base
-from xhf_hooks.offline.model.placing import find_class, find_prefix
+from xhf_hooks.offline.model.find_class import find_class, find_prefix
 from xhf_hooks.offline.model.starting_weights import StartingWeights
 from xhf_hooks.sources.stored_tensors import StoredTensor
 
@@ -129,13 +129,13 @@ class MetaModel:
         return next((base for base in self.bases if id(tensor) in base.names), None)
 
     def find_prefix(self, model: nn.Module, where: str) -> str:
-        """The prefix of a model's tensors in the checkpoint; see :func:`.placing.find_prefix`."""
+        """The prefix of a model's tensors in the checkpoint; see :func:`.find_class.find_prefix`."""
         return find_prefix(model, self._names_in_files(), self.stored, self.path, where)
 
     def find_class(
         self, config: PretrainedConfig, of_base: PreTrainedModel | None, where: str
     ) -> type[PreTrainedModel] | None:
-        """The class that was trained, if it is another one than the base's; see :func:`.placing.find_class`."""
+        """The class that was trained, if it is another one than the base's; see :func:`.find_class.find_class`."""
         return find_class(config, self.stored, self.path, where, of_base, self._names_in_files())
 
     def _names_in_files(self) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from xhf_hooks.format.dtypes import TORCH_DTYPES, is_float
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import module_tensors
-from xhf_hooks.offline.model.placing import count_prefixes
+from xhf_hooks.offline.model.find_class import count_prefixes
 from xhf_hooks.offline.model.stored_names import is_of_adapter
 from xhf_hooks.offline.model.transformers_model import class_named, first_architecture
 from xhf_hooks.sources.stored_tensors import StoredTensor

@@ -11,7 +11,7 @@ from xhf_hooks.exporters.lora import ADAPTER_FOLDER
 from xhf_hooks.format.index import ADAPTER_WEIGHTS_NAME, MANIFEST_NAME
 from xhf_hooks.format.loaded_files import ADAPTER_CONFIG, CONFIG
 from xhf_hooks.offline.checkpoint.find import FoundCheckpoint
-from xhf_hooks.offline.model.frozen import frozen_in
+from xhf_hooks.offline.model.freeze_modules import frozen_in
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 

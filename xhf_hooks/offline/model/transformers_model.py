@@ -14,7 +14,7 @@ from torch import nn
 from xhf_hooks.compat.transformers import ROPE_OPTIONS, set_rope_option, text_config
 from xhf_hooks.errors import BaseModelError, ConfigError, DamagedError
 from xhf_hooks.exporters.assets.base_files import find_base_file, find_base_folder
-from xhf_hooks.exporters.built_with import find_arguments
+from xhf_hooks.exporters.class_arguments import find_arguments
 from xhf_hooks.exporters.loading_check import Problems, differences
 from xhf_hooks.exporters.on_meta import call_on_meta
 from xhf_hooks.format.loaded_files import CONFIG, GENERATION_CONFIG

@@ -25,7 +25,7 @@ from tests.helpers.models.zoo import available
 from tests.helpers.runs.made_checkpoint import MadeCheckpoint
 from tests.helpers.tiers import split_tiers
 from xhf_hooks import save_hf
-from xhf_hooks.offline.model.frozen import dtype_of_frozen
+from xhf_hooks.offline.model.freeze_modules import dtype_of_frozen
 from xhf_hooks.offline.model.run_config import RunConfig
 from xhf_hooks.sources.stored_tensors import StoredTensor
 

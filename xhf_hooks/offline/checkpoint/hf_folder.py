@@ -1,4 +1,4 @@
-"""The weights of a base model, which lends a run its frozen ones: of safetensors files, or of ``.bin`` files."""
+"""The weights in a Hugging Face folder, such as a base model: of safetensors files, or of ``.bin`` files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xhf_hooks.offline.checkpoint.states import ModelState, tensors_in_files
 from xhf_hooks.sources.stored_tensors import StoredTensor, tensors_of
 
 
-def base_weights(folder: Path) -> dict[str, StoredTensor]:
+def weights_of_folder(folder: Path) -> dict[str, StoredTensor]:
     """The weights of a Hugging Face folder by each of their names; empty if it has none.
 
     Raises:
