@@ -93,7 +93,7 @@ COMMANDS = {
     'bash tools/test.sh tests/stress/test_kills.py --times 30',  # once in every run
     'bash tools/test.sh --network-fs',  # before a release
     *(f'python tools/bench.py {what}' for what in BENCHMARKS),
-    f'{ENTER}-xtuner',
+    f'{ENTER}-xtuner-0.1',
     *XTUNER_FROM_NOTHING,
     *XTUNERS_OWN,
     *XTUNER_V1,

@@ -1,8 +1,8 @@
 """A conversion side by side with its peers, each in a separate process, start-up included.
 
-Needs the environment that has xtuner (``source tools/env.sh; use_env .venv-xtuner``). DeepSpeed saves a checkpoint with
-two ranks; then the ways convert it in turns, in random order, from the page cache. Memory is the peak of a process's
-anonymous memory (RssAnon), sampled every 5 ms; the dry run shows the cost of imports and planning alone.
+Needs an environment that has xtuner (``source tools/env.sh; use_env .venv-xtuner-0.1``). DeepSpeed saves a checkpoint
+with two ranks; then the ways convert it in turns, in random order, from the page cache. Memory is the peak of a
+process's anonymous memory (RssAnon), sampled every 5 ms; the dry run shows the cost of imports and planning alone.
 """
 
 from __future__ import annotations

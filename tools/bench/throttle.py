@@ -13,6 +13,8 @@ from unittest import mock
 
 #: Bytes handed to the kernel at once: with smaller pieces, waiting costs more than sending.
 _PIECE_NBYTES = 256 * 1024
+#: What a client of a share has under way while its process waits for a core, such as 16 requests of NFS.
+_REQUESTS_NBYTES = 16 * 2**20
 #: What the kernel sends while a process waits for a core: a fraction of Linux's largest send buffer (tcp_wmem).
 _BUFFER_NBYTES = 2**20
 
@@ -20,10 +22,11 @@ _BUFFER_NBYTES = 2**20
 class Throttle:
     """Limits a rate, and counts bytes in ``nbytes``.
 
-    A process that was late may catch up with what a buffer behind it holds, such as that of a socket.
+    A process that was late may catch up with what a buffer behind it holds, such as that of a socket. Idle time does
+    not allow a longer burst.
     """
 
-    def __init__(self, nbytes_per_sec: float, buffer_nbytes: int = 0) -> None:
+    def __init__(self, nbytes_per_sec: float, buffer_nbytes: int) -> None:
         self._rate, self._buffered_secs = nbytes_per_sec, buffer_nbytes / nbytes_per_sec
         self._lock = threading.Lock()
         self._due = 0.0
@@ -46,8 +49,8 @@ class Throttle:
 
 @contextmanager
 def limited_writes(nbytes_per_sec: float) -> Iterator[None]:
-    """Throttle this process's positional writes, which all weights use. Idle time does not allow a later burst."""
-    limited = Throttle(nbytes_per_sec).limited
+    """Throttle this process's positional writes, which all weights use."""
+    limited = Throttle(nbytes_per_sec, _REQUESTS_NBYTES).limited
     with mock.patch('os.pwrite', limited(os.pwrite)), mock.patch('os.pwritev', limited(os.pwritev)):
         yield
 
