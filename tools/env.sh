@@ -7,8 +7,17 @@
 
 # make_env DIR STACK [MORE...]: create the virtual environment DIR with the packages of requirements/STACK.txt (and of
 # MORE, for example test), in the versions of requirements/STACK.lock.txt, and with this project.
-# Does nothing if DIR is up to date; after an edit of one of these files it installs again.
+# Does nothing if DIR is up to date; after an edit of one of these files it installs again. One script at a time: CI's
+# have an environment in common.
 make_env() {
+    local lock
+    exec {lock}<"requirements/$2.lock.txt"
+    flock "$lock"
+    _make_env "$@"
+    exec {lock}<&-
+}
+
+_make_env() {
     local dir=$1 stack=$2 stamp=$1/installed.sha256
     shift
     local lock=requirements/$stack.lock.txt no_deps=requirements/${stack}_no_deps.txt
@@ -35,7 +44,8 @@ make_env() {
     # In variables, so that the lock file also applies to the tools that build packages. pip's own variables and
     # configuration (indexes, proxies, certificates) work as usual
     local -x PIP_CONSTRAINT="${PIP_CONSTRAINT-} $lock" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT-} $lock"
-    local torch pip=("$dir/bin/python" -m pip install -q)
+    # Python compiles modules when they are first imported (use_env): pip would take as long for all of them as for the rest
+    local torch pip=("$dir/bin/python" -m pip install -q --no-compile)
     # First and by name: pip then takes a CPU build if its indexes have one
     torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
     _step "$dir: $torch" "${pip[@]}" "$torch"
@@ -59,7 +69,7 @@ make_overlay() {
         return
     fi
     rm -rf "$dir"
-    _step "$dir: $file" "$environment/bin/python" -m pip install -q --no-deps --target "$dir" "-r$file"
+    _step "$dir: $file" "$environment/bin/python" -m pip install -q --no-compile --no-deps --target "$dir" "-r$file"
     # On PYTHONPATH under this name, dill pickles what is in it by reference, as what is installed
     ln -s . "$dir/site-packages"
     echo "$wanted" >"$dir/installed.sha256"
@@ -75,6 +85,7 @@ use_env() {
     local dir
     dir=$(cd "$1" && pwd -P) || return # behind a link: by another path, DeepSpeed would compile its operators again
     export PATH="$dir/bin:$PATH"
+    unset PYTHONDONTWRITEBYTECODE # make_env has compiled nothing
     # Two DeepSpeed versions that share compiled operators would rebuild them again and again
     export TORCH_EXTENSIONS_DIR="$dir/torch_extensions"
     # One process per core or GPU: more threads would slow each other down

@@ -2,19 +2,18 @@
 # The tests, in two tiers. Creates the environments that they need.
 #
 #     bash tools/test.sh                       first tier: lint, types, and all that the modern environment alone can run
-#     bash tools/test.sh --all                 both tiers, as CI does
-#     bash tools/test.sh --rest                second tier: XTuner 0.1, kills, faults, file systems, stores, devices
-#     bash tools/test.sh --environments        make what takes --rest minutes to install, beside another run
+#     bash tools/test.sh --rest                second tier: kills, faults, file systems, stores, devices, older readers
+#     bash tools/test.sh --xtuner [STACK]      tests with XTuner 0.2.0; CI runs them with xtuner-0.1
 #     bash tools/test.sh --network-fs          saves on MooseFS, in neither tier
-#     bash tools/test.sh --xtuner              the same tests with XTuner 0.2.0, in neither tier
 #     bash tools/test.sh --coverage            line coverage of tests/unit
 #     bash tools/test.sh --trainers [NAME...]  real trainers, vLLM and LMDeploy (tests/trainers/test_NAME.py), in neither tier
 #                                              (xtuner_v1 needs XTUNER_V1=FOLDER, a clone of InternLM/xtuner)
 #     bash tools/test.sh --docs                build the pages of docs/ into docs/_build
 #     bash tools/test.sh PYTEST OPTIONS        selected tests of the modern stack, for example a path
 #
-# A tier's rows of runs go on at the same time, since half of a run is waiting. The first tier needs Python 3.10 to 3.14
-# and a C++ compiler; the second Python 3.10 or 3.11, and root, to mount small file systems and install Debian packages.
+# .ci/run runs both tiers, and beside them XTuner 0.1. A tier's rows of runs go on at the same time, since half of a run
+# is waiting. Both need Python 3.10 to 3.14 and a C++ compiler, the second also root, to mount small file systems and
+# install Debian packages; XTuner 0.1 needs Python 3.10 or 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/env.sh
@@ -127,7 +126,6 @@ second_tier() {
     make_env .venv modern test stores docs
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
-    run xtuner test_xtuner xtuner-0.1 &
     (
         run transformers4 test_transformers4
         run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e)
@@ -148,18 +146,16 @@ show() {
     set -m
 }
 
-# run_tiers TIER...: run them, show the logs and the times; fails if a run did.
-run_tiers() {
-    local tier name
+# run_tier TIER: run it, show the logs and the times; fails if a run did.
+run_tier() {
+    local name
     set +e -m
-    for tier; do
-        SECONDS=0
-        "$tier"
-        wait
-        echo "$tier $SECONDS" >>"$logs/tiers"
-    done
+    SECONDS=0
+    "$1"
+    wait
+    echo "$1 $SECONDS" >"$logs/tier"
     set -e +m
-    for name in lint unit e2e xtuner transformers4 programs docs sweeps; do
+    for name in lint unit e2e transformers4 programs docs sweeps; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
@@ -172,15 +168,12 @@ run_tiers() {
 }
 
 case ${1-} in
-    '' | --all)
+    '')
         make_env .venv modern test
-        run_tiers first_tier ${1:+second_tier}
+        run_tier first_tier
         ;;
     --rest)
-        run_tiers second_tier
-        ;;
-    --environments)
-        make_env .venv-xtuner-0.1 xtuner-0.1 test
+        run_tier second_tier
         ;;
     --coverage)
         make_env .venv modern test
@@ -215,7 +208,7 @@ case ${1-} in
         ;;
     --xtuner)
         make_env .venv modern test # which reads what XTuner's runs wrote
-        test_xtuner xtuner
+        test_xtuner "${2:-xtuner}"
         ;;
     --docs)
         make_env .venv modern test docs

@@ -1,6 +1,6 @@
 """Print how long tests, rows and tiers took: the last step of tools/test.sh, `python tools/test_times.py FOLDER`.
 
-FOLDER has pytest's report of each row, ROW.xml, and a line `TIER SECONDS` for each tier in the file `tiers`.
+FOLDER has pytest's report of each row, ROW.xml, and the file `tier` with the line `TIER SECONDS`.
 """
 
 import sys
@@ -19,11 +19,11 @@ def main(folder: Path) -> None:
     print(f'== the slowest {SLOWEST} of {len(tests)} tests')
     for secs, file, name in sorted(tests, reverse=True)[:SLOWEST]:
         print(f'{secs:7.1f} s  {file}::{name}')
-    print('== rows, which go on at the same time, and tiers')
+    print('== rows, which go on at the same time, and the tier')
     for secs, n_tests, row in rows:
         print(f'{secs:7.1f} s  {n_tests:5} tests  {row}')
-    for name, secs in map(str.split, (folder / 'tiers').read_text().splitlines()):
-        print(f'{float(secs):7.1f} s               {name}')
+    name, secs = (folder / 'tier').read_text().split()
+    print(f'{float(secs):7.1f} s               {name}')
 
 
 if __name__ == '__main__':
