@@ -71,6 +71,7 @@ test_with() {
 test_xtuner() {
     local left_out=()
     make_env ".venv-$1" "$1" test
+    make_env .venv modern test # which reads what XTuner's runs wrote
     rm -f ".venv-$1"/torch_extensions/*/lock # left by an interrupted run; DeepSpeed would wait for it without an end
     [[ $1 == xtuner ]] || mapfile -t left_out < <(list_left_out xtuner-0.1.23)
     export PYTHONPATH=$PWD/tests/e2e/xtuner_stack
@@ -207,7 +208,6 @@ case ${1-} in
         test_with .venv network_fs --complete tests/stress/test_network_fs.py "${@:2}"
         ;;
     --xtuner)
-        make_env .venv modern test # which reads what XTuner's runs wrote
         test_xtuner "${2:-xtuner}"
         ;;
     --docs)
