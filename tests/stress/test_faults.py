@@ -84,7 +84,7 @@ class Run:
         self.folder = CheckpointFolder(parent / 'hf_model', 1)
         with self.collective.stage('claim'):
             if self.collective.rank == 0:
-                self.folder.prepare()
+                self.folder.lock_and_recover()
 
     def save(self, number: int, injected: AbstractContextManager[Any] = nullcontext()) -> str:  # noqa: B008
         """What came of it; empty when all is well."""

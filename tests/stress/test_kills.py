@@ -110,7 +110,7 @@ def next_start(parent: Path, max_keep: int = 1) -> dict[str, int]:
     """
     before = check_all(parent)
     folder = CheckpointFolder(parent / NAME, max_keep)
-    folder.prepare()
+    folder.lock_and_recover()
     folder.unlock()
     after = check_all(parent)
     assert hidden(parent) == []

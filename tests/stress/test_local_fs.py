@@ -72,7 +72,7 @@ def test_a_command_of_root_empties_a_file_of_its_own(disks, kind, caplog):
     """Where files can be cloned. Elsewhere it would be that of the save, which the page says."""
     name = 'model-00002-of-00003.safetensors'
     folder = CheckpointFolder(disks / kind / 'on_saved' / NAME, 1)
-    folder.prepare()
+    folder.lock_and_recover()
     after = OnSaved(['truncate', '--size=0', f'{{path}}/{name}'], RunLog(logging.getLogger('test'), 'test')).start()
     commit_one(folder, 1)
     after.handle_commit(folder, iteration(1))

@@ -64,7 +64,7 @@ class SmallRun:
     def start_save_stop(self) -> None:
         folder = self.folder()
         with self.alone.stage('preflight'):  # like the hook
-            folder.prepare()
+            folder.lock_and_recover()
         try:
             self.save(folder)
         finally:
@@ -112,7 +112,7 @@ def die_at_calls(parent: Path, max_keep: int = 1, *, can_exchange: bool = True) 
             committed += before.get(NAME) == run.number + 1
             run.number += 1
             folder = run.folder()
-            folder.prepare()
+            folder.lock_and_recover()
             found = check_all(parent)
             assert hidden(parent) == [] and before.get(NAME, run.number - 1) <= found[NAME] <= run.number, nth
             run.save(folder)
@@ -129,7 +129,7 @@ def undeletable(parent: Path) -> tuple[list[str], list[str], dict[str, int]]:
     with fault('unlink rmdir', f'{parent}/.{NAME}', errno.EBUSY, last=EVERY):
         folder = run.folder()
         with contextlib.suppress(XhfError):
-            folder.prepare()
+            folder.lock_and_recover()
         for _ in range(3):
             run.save(folder)
             assert check_all(parent) == {NAME: run.number}

@@ -64,7 +64,7 @@ def begun_run(
     options = RunOptions(upload_to=f's3://{BUCKET}/{name}', storage_options={'endpoint_url': url})
     with patch('xhf_hooks.runs.ends.upload.run_prefix', lambda timestamp: 'run'):  # as the server was told
         uploads: Uploads = start_uploads(options, [folder], collective, saver.context.log, None)
-    uploads.prepare()
+    uploads.require_usable()
 
     def is_over(within_secs: float = 0.0) -> bool:
         over = uploads.wait(within_secs)

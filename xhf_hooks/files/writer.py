@@ -71,7 +71,7 @@ class Writer:
         return {file.name: create_file(staging / file.name, file.header, file.nbytes) for file in plan.files}
 
     def open(self, plan: SavePlan, staging: Path, made: Mapping[str, FileIdentity]) -> None:
-        """Prepare to write into the created files.
+        """Begin to write into the created files.
 
         Raises:
             OSError: The writer is closed: nobody would write.

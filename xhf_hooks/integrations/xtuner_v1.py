@@ -155,7 +155,7 @@ class HFCheckpoint(RunFrontend):
             with run.collective.stage('open the folder'):
                 run.ensure_connected()
                 if run.collective.rank == 0:
-                    target.prepare([] if base is None else [base])
+                    target.lock_and_recover([] if base is None else [base])
         except XhfError as error:
             run.raise_or_log(error, f'the save to {target.name}')
             raise _NotSavedError from error

@@ -73,7 +73,7 @@ class CheckpointFolder:
 
     Rank 0 calls all methods, except that every rank calls :meth:`abort`. In this order:
 
-    - before training :meth:`prepare`, after which no other run can use the folder;
+    - before training :meth:`lock_and_recover`, after which no other run can use the folder;
     - for each save :meth:`open_staging`, which returns an empty folder; :meth:`require_disk_space`; then all ranks
       write into that folder, each under ``path.with_name(staging.name)``, as hosts may mount the file system elsewhere;
       :meth:`commit`, which gives it the name of the newest save, and only then has older saves deleted in the
@@ -85,7 +85,7 @@ class CheckpointFolder:
     folder is changed, the server is asked what its name refers to (:func:`.look_up`).
 
     Args:
-        path: Of the newest committed save. At most one target per path is prepared at a time.
+        path: Of the newest committed save. At most one target per path is locked at a time.
         max_keep: How many saves to keep, including the newest; -1 keeps all.
         keep_every: As in :class:`.Retention`.
         is_resumed: As in :class:`.RunInfo`.
@@ -95,7 +95,7 @@ class CheckpointFolder:
     Attributes:
         staging: The folder of the save that is being written; None when there is none.
         siblings: Older saves, and temporary folders.
-        lock: Held from :meth:`prepare` to :meth:`unlock`.
+        lock: Held from :meth:`lock_and_recover` to :meth:`unlock`.
         is_for_save_hf: Made by ``save_hf``, where each save is a separate call. Then a commit waits until older saves
             are deleted.
     """
@@ -131,8 +131,8 @@ class CheckpointFolder:
         extra._deletions = self._deletions
         return extra
 
-    def prepare(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
-        """Prepare the folder before training: create the parent, check that it is writable, lock, recover.
+    def lock_and_recover(self, bases: Iterable[str | Path] = (), *, may_replace: bool = True, remedy: str = '') -> None:
+        """Make the folder usable before training: create the parent, check that it is writable, lock, recover.
 
         Args:
             bases: Folders of models that the run starts from, which are neither replaced nor deleted.
@@ -255,7 +255,7 @@ class CheckpointFolder:
         return pin_save(self._committed, self.siblings)
 
     def newest_manifest(self) -> bytes | None:
-        """The manifest of the newest save; None if there is none. To be called after :meth:`prepare`."""
+        """The manifest of the newest save; None if there is none. To be called after :meth:`lock_and_recover`."""
         path = self.path / MANIFEST_NAME
         return path.read_bytes() if path.is_file() else None
 

@@ -111,7 +111,7 @@ def _write_probe(folder: Path) -> tuple[Path, FileIdentity]:
     return probe, identity
 
 
-def prepare_targets(
+def lock_targets(
     log: logging.LoggerAdapter,
     targets: Sequence[CheckpointFolder],
     nbytes: int,
@@ -120,7 +120,7 @@ def prepare_targets(
     remove_leftovers_in: Path | None = None,
     may_replace: bool = True,
 ) -> None:
-    """Prepare the targets of a run and check that saves of ``nbytes`` fit. Runs on: rank 0.
+    """Lock and recover the targets of a run, and check that saves of ``nbytes`` fit. Runs on: rank 0.
 
     Args:
         targets: The target of the newest save, then the extra ones, such as the best.
@@ -132,7 +132,7 @@ def prepare_targets(
         TargetError: A folder cannot be used, or the disk is too small.
     """
     for target in targets:
-        target.prepare(bases, may_replace=may_replace)
+        target.lock_and_recover(bases, may_replace=may_replace)
         if remove_leftovers_in is not None and target.lock.works_across_hosts:
             what = f'{remove_leftovers_in}: what killed runs left there could not be cleaned up'
             with target.siblings.warn_instead_of_raising(what):
@@ -145,7 +145,7 @@ def sweep_dead_runs(log: logging.LoggerAdapter, work_dir: Path, name: str, bases
 
     Args:
         name: The name of their saves, such as ``hf_model``.
-        bases: As in :func:`prepare_targets`.
+        bases: As in :func:`lock_targets`.
     """
     for run in sorted({path.parent for path in work_dir.glob(f'*/.{glob.escape(name)}.*-*')}):
         left = CheckpointFolder(run / name, max_keep=-1, warn=log.warning)

@@ -1,4 +1,4 @@
-"""What is prepared, checked and logged before training, so that saves will work."""
+"""What is locked, checked and logged before training, so that saves will work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xhf_hooks.format.index import WEIGHTS_NAME
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.runs.access import prepare_targets
+from xhf_hooks.runs.access import lock_targets
 from xhf_hooks.runs.ends.upload import Uploads
 from xhf_hooks.runs.run_info import RunInfo
 from xhf_hooks.runs.save_context import SaveContext
@@ -27,7 +27,7 @@ def preflight(
     uploads: Uploads | None,
     info: RunInfo,
 ) -> None:
-    """Prepare targets, tokenizer, uploads and host memory, and write the HF assets on trial. Runs on: all ranks.
+    """Lock targets, find the tokenizer, try uploads, host memory and writing the HF assets. Runs on: all ranks.
 
     Args:
         targets: Where saves go; the first is the target of the newest save.
@@ -39,7 +39,7 @@ def preflight(
     collective, log = context.collective, context.log
     with collective.stage('preflight'):
         if collective.rank == 0:
-            prepare_targets(
+            lock_targets(
                 log,
                 targets,
                 context.plan.nbytes,
@@ -52,7 +52,7 @@ def preflight(
                 for warning in _write_assets_on_trial(context, targets[0]):
                     log.warn_before_training(warning)
         if uploads is not None:
-            uploads.prepare()
+            uploads.require_usable()
     if context.background is not None and not context.is_planned_before:
         with collective.stage('preflight'):
             reserved_nbytes = reserve_snapshot(context)

@@ -133,7 +133,7 @@ def save_folder(model: nn.Module, final: Path, **options: Any) -> tuple[SavePlan
     folder = CheckpointFolder(final, max_keep=1)
     with collective.stage('claim'):
         if collective.rank == 0:
-            folder.prepare()
+            folder.lock_and_recover()
     try:
         if not in_background:
             return plan, saver.save(folder, iteration(1))

@@ -316,7 +316,7 @@ def test_a_config_that_is_edited_while_training(change, tmp_path):
     resize_embeddings(model, 192)
     collective = Collective.connect()
     saver, target = Saver(model, collective), CheckpointFolder(tmp_path / 'saved', max_keep=1)
-    target.prepare()
+    target.lock_and_recover()
     if change == 'vocab_size':
         model.config.vocab_size = 133
         saver.save(target, iteration(1))

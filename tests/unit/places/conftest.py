@@ -31,7 +31,7 @@ def claim(tmp_path, said) -> Claim:
 
     def claimed(max_keep: int = 1, bases: Iterable[Path] = (), **options: Any) -> CheckpointFolder:
         target = CheckpointFolder(tmp_path / 'hf_model', max_keep, warn=said.append, **options)
-        target.prepare(bases)
+        target.lock_and_recover(bases)
         return target
 
     return claimed

@@ -255,7 +255,7 @@ def test_the_folder_above_may_be_a_link(tmp_path):
     (tmp_path / 'disk').mkdir()
     (tmp_path / 'out').symlink_to(tmp_path / 'disk')
     folder = CheckpointFolder(tmp_path / 'out' / 'hf_model', 1)
-    folder.prepare()
+    folder.lock_and_recover()
     save_all(folder, (1, 2))
     assert visible(tmp_path / 'disk') == {'hf_model': 2}
 
@@ -266,7 +266,7 @@ def targets(tmp_path) -> tuple[CheckpointFolder, CheckpointFolder]:
     newest = CheckpointFolder(tmp_path / 'hf_model', 1)
     both = newest, newest.extra_target('best')
     for each in both:
-        each.prepare()
+        each.lock_and_recover()
         commit_one(each, 1)
     return both
 

@@ -17,16 +17,16 @@ from tests.helpers.runs.tiny_checkpoint import commit_one, put_partial, put_whol
 from xhf_hooks.errors import TargetError
 from xhf_hooks.places import lock
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.runs.access import prepare_targets
+from xhf_hooks.runs.access import lock_targets
 
 
 def test_a_second_run_is_told_who_holds_the_folder_and_waits_for_one_that_is_ending(tmp_path, claim):
     first, second = claim(), CheckpointFolder(tmp_path / 'hf_model', 1)
     with pytest.raises(TargetError, match=re.escape(f'in use by process {os.getpid()} on ')) as caught:
-        second.prepare()
+        second.lock_and_recover()
     assert 'out_dir' in str(caught.value)
     threading.Timer(0.5, first.unlock).start()
-    second.prepare()
+    second.lock_and_recover()
     second.unlock()
     second.unlock()  # a second time is no error
     assert hidden(tmp_path) == set()
@@ -76,7 +76,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, why):
     for folder in (dead, other):
         folder.path.parent.mkdir()
     if why == 'it lives':
-        other.prepare()
+        other.lock_and_recover()
     else:
 
         def is_protected(path: object, *flags: object) -> bool:
@@ -87,7 +87,7 @@ def test_sweep_leaves_alone_what_it_cannot_lock(tmp_path, monkeypatch, why):
     put_whole(dead, '.hf_model.previous-0000000000aa', 3)
     put_partial(dead, '.hf_model.staging-0000000000bb')
     log = mock.Mock()
-    prepare_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], remove_leftovers_in=tmp_path)
+    lock_targets(log, [CheckpointFolder(tmp_path / 'now' / 'hf_model', 1)], 1, [], remove_leftovers_in=tmp_path)
     log.info.assert_called_once_with(f'removed what a killed run left in {dead.path.parent}')
     assert staged.is_dir() and visible(dead.path.parent) == {'hf_model': 3} and hidden(dead.path.parent) == set()
     warnings = [call.args[0] for call in log.warning.call_args_list]
@@ -102,7 +102,7 @@ import os, sys, time
 from pathlib import Path
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 folder = CheckpointFolder(Path(sys.argv[1]), 1)
-folder.prepare()
+folder.lock_and_recover()
 if os.fork() == 0:
     print('forked', os.getpid(), flush=True)
     time.sleep(600)

@@ -138,7 +138,7 @@ def test_a_leftover_that_cannot_be_recovered_now_stays_and_the_run_starts(tmp_pa
             patch.setattr(folder, '_refuse_bases', lambda bases: None)
             stale = failing(errno.ESTALE, instead_of=Path.iterdir)
         patch.setattr(where, call, stale)
-        folder.prepare()
+        folder.lock_and_recover()
     assert content(left) == 1 and 'Stale file handle' in said[0]
     commit_one(folder, 2)
     assert visible(tmp_path) == {'hf_model': 2} and hidden(tmp_path) == LOCK
@@ -244,7 +244,7 @@ def test_what_somebody_puts_there_at_the_last_moment_is_not_deleted(tmp_path, mo
 
 def make_saves(parent: Path) -> CheckpointFolder:
     folder = CheckpointFolder(parent / 'hf_model', 3)
-    folder.prepare()
+    folder.lock_and_recover()
     for number in (1, 2, 3):
         commit_one(folder, number)
     folder.unlock()
@@ -281,9 +281,9 @@ def test_a_run_that_would_delete_its_base_is_refused(tmp_path, monkeypatch, name
             TargetError,
             match=r'is \(or contains\) the base model that this run starts from; a save to .* set out_dir to another',
         ):
-            CheckpointFolder(folder.path, max_keep).prepare([base])
+            CheckpointFolder(folder.path, max_keep).lock_and_recover([base])
     assert tree(tmp_path) == before
-    CheckpointFolder(folder.path, 3).prepare([tmp_path / 'elsewhere', 'organization/name', tmp_path])
+    CheckpointFolder(folder.path, 3).lock_and_recover([tmp_path / 'elsewhere', 'organization/name', tmp_path])
 
 
 def test_a_base_that_is_moved_among_the_saves_stays(tmp_path, claim, said):
@@ -324,7 +324,7 @@ def test_saves_that_the_user_named_like_older_ones_stay(tmp_path, claim):
     """As ``save_hf(model, 'hf_model_iter_2')`` makes them; then ``save_hf(model, 'hf_model')`` keeps one save."""
     for number in (2, 4):
         own = CheckpointFolder(tmp_path / f'hf_model_iter_{number}', 1)
-        own.prepare()
+        own.lock_and_recover()
         commit_one(own, number)
         own.unlock()
     folder = claim(max_keep=1)

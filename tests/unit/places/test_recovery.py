@@ -41,7 +41,7 @@ def test_what_a_killed_run_left_is_completed_or_deleted(tmp_path, case):
     mine = {f'.hf_model.{name}' for name in ('mine', 'previous', 'staging-1')}
     for name in ('.hf_model.shared-0000000000ee', *mine):
         (tmp_path / name).write_text('')
-    folder.prepare()
+    folder.lock_and_recover()
     assert (visible(tmp_path), hidden(tmp_path)) == (expected, mine | LOCK)
     commit_one(folder, 6)
     folder.unlock()
@@ -110,7 +110,7 @@ def test_an_evaluation_as_another_user_wrote_into_a_save(said, tmp_path, takes_a
         os.chown(parent, NOBODY, NOBODY)
         folder = CheckpointFolder(parent / 'hf_model', 1, warn=said.append)
         with user(NOBODY):
-            folder.prepare()
+            folder.lock_and_recover()
             commit_one(folder, 1)
         (folder.path / 'eval').mkdir()
         (folder.path / 'eval' / 'result.json').write_text('{}')
@@ -122,7 +122,7 @@ def test_an_evaluation_as_another_user_wrote_into_a_save(said, tmp_path, takes_a
                 folder.abort()
             folder.unlock()
             again = CheckpointFolder(folder.path, 1)
-            again.prepare()
+            again.lock_and_recover()
             again.unlock()
         (result,) = parent.glob('*/eval/result.json')
         assert content(folder.path) == 4 and str(result.parents[1]) in ' '.join(said) and len(said) == 1

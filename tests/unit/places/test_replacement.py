@@ -43,10 +43,10 @@ def test_a_mount_point_is_refused_with_the_folder_to_choose(tmp_path, mount, kin
         commit_one(made, 1)
         shutil.copytree(made.path, path, dirs_exist_ok=True)
     with pytest.raises(TargetError, match=rf'is a mount point.*set out_dir to a folder in it, such as {path}/hf_model'):
-        CheckpointFolder(path, 1).prepare()
+        CheckpointFolder(path, 1).lock_and_recover()
     assert [*parent.iterdir()] == [path]
     inside = CheckpointFolder(path / 'hf_model', 1)
-    inside.prepare()
+    inside.lock_and_recover()
     commit_one(inside, 2)
     inside.unlock()
     assert content(path / 'hf_model') == 2
@@ -63,7 +63,7 @@ def test_a_folder_where_nothing_can_be_renamed_is_refused_before_training(tmp_pa
     with pytest.raises(
         TargetError, match=rf'{tmp_path}: no folder can take the name of another one there.*set out_dir'
     ):
-        CheckpointFolder(tmp_path / 'hf_model', 1).prepare()
+        CheckpointFolder(tmp_path / 'hf_model', 1).lock_and_recover()
     monkeypatch.undo()
     assert hidden(tmp_path) == set()
 
@@ -75,7 +75,7 @@ def image(tmp_path, mount) -> Callable[[str], Path]:
     disk.mkdir()
     mount(disk, '-t', 'tmpfs', 'tmpfs')  # an overlay may not lie on another one
     saved = CheckpointFolder(disk / 'image' / 'hf_model', 2)
-    saved.prepare()
+    saved.lock_and_recover()
     for number in (1, 2):
         commit_with(saved, number, 'adapter/config.json', '{}')
     saved.unlock()
@@ -98,7 +98,7 @@ def test_a_save_of_an_image_is_replaced(image, said, max_keep):
     parent = image('container')
     (parent / 'hf_model' / 'adapter' / 'eval.json').write_text('mine')
     folder = CheckpointFolder(parent / 'hf_model', max_keep, warn=said.append)
-    folder.prepare()
+    folder.lock_and_recover()
     assert said == [
         f'{folder.path} cannot be renamed: it is in a lower layer of an overlay file system (of the image of a '
         f'container). The first save will delete it, and get its name after that'
@@ -109,7 +109,7 @@ def test_a_save_of_an_image_is_replaced(image, said, max_keep):
         commit_one(folder, number)
     folder.unlock()
     again = CheckpointFolder(folder.path, max_keep, warn=said.append)
-    again.prepare()
+    again.lock_and_recover()
     again.unlock()
     assert 'cannot be renamed' not in str(said[2:]), 'that save is of the upper layer'
     assert (parent / 'hf_model_others_iter_2' / 'adapter' / 'eval.json').read_text() == 'mine'
@@ -130,7 +130,7 @@ def test_a_kill_at_any_call_of_the_replacement_loses_no_save(image):
         if not _commit_and_die(parent, number):
             break
         folder = CheckpointFolder(parent / 'hf_model', 1)
-        folder.prepare()
+        folder.lock_and_recover()
         assert hidden(parent) == LOCK
         found.append(content(parent / 'hf_model'))
         commit_one(folder, 4)
@@ -144,7 +144,7 @@ def _commit_and_die(parent: Path, number: int) -> bool:
     process = os.fork()
     if process == 0:
         folder = CheckpointFolder(parent / 'hf_model', 1)
-        folder.prepare()
+        folder.lock_and_recover()
         save, left = stage(folder, 3), iter(range(number))
 
         def counted(call: Callable[..., None]) -> Callable[..., None]:

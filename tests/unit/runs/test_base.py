@@ -19,7 +19,7 @@ from xhf_hooks import save_hf
 from xhf_hooks.errors import TargetError, XhfError
 from xhf_hooks.exporters.assets.base_files import base_dirs_of
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
-from xhf_hooks.runs.access import prepare_targets
+from xhf_hooks.runs.access import lock_targets
 
 
 def test_an_adapter_does_not_replace_its_base_which_is_named_through_a_link(tmp_path):
@@ -45,7 +45,7 @@ def test_the_folder_of_the_best_may_be_the_base_too(tmp_path):
     best = newest.extra_target('best')
     best.path.mkdir()
     with pytest.raises(TargetError, match=r'hf_model_best is \(or contains\) the base model .* set out_dir to another'):
-        prepare_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
+        lock_targets(logging.LoggerAdapter(logging.getLogger('test')), [newest, best], 1, [str(best.path)])
     newest.unlock()
 
 

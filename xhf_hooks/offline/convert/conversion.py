@@ -143,7 +143,7 @@ class Conversion:
         tokenizer, eos_token_ids, notes = self._find_tokenizer()
         target = CheckpointFolder(out.absolute(), max_keep=-1, elsewhere='give as OUT', warn=notes.append)
         bases = [*base_dirs_of(self.meta_model.module), *filter(None, [options.base])]
-        target.prepare(bases, may_replace=overwrite, remedy=', or add --overwrite')
+        target.lock_and_recover(bases, may_replace=overwrite, remedy=', or add --overwrite')
         started, meter = time.perf_counter(), MemoryMeter()
         try:
             staging = target.open_staging()

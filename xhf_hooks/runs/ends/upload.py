@@ -107,7 +107,7 @@ class Uploads(EachSave):
         self._is_sending = False  # on other ranks than rank 0
         super().__init__('uploads', 'the upload of', log, must_finish=True)
 
-    def prepare(self) -> None:
+    def require_usable(self) -> None:
         """Check before training that uploads will work.
 
         Raises:

@@ -48,7 +48,7 @@ class Run:
     def save(self, number: int = 1, name: str = 'hf_model') -> None:
         if name not in self.targets:
             self.targets[name] = CheckpointFolder(self.folder / name, 1)
-            self.targets[name].prepare()
+            self.targets[name].lock_and_recover()
         commit_one(self.targets[name], number)
         self.after.handle_commit(self.targets[name], iteration(number))
 

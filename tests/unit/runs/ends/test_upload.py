@@ -38,7 +38,7 @@ class Ranks:
             log = RunLog(logging.getLogger(f'rank{rank}'), 'test')
             self.ranks.append(Uploads(saves, log, board, rank, 2).start())
             self.ranks[-1]._thread.name = str(rank)
-            self.ranks[-1].prepare()
+            self.ranks[-1].require_usable()
         self.destinations = self.ranks[0]._destinations
         monkeypatch.setattr(upload, 'send_file', self._send)
         monkeypatch.setattr(upload, '_MOST_POLL_SECS', 0.1)
