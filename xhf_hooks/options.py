@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, Field, dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -260,11 +260,9 @@ def documents_options(options: type[_Options]) -> Callable[[_Documented], _Docum
 
 def in_reading_order(options: type) -> list[Field[Any]]:
     """The options of a class: out_dir, then its own, then inherited ones."""
-    classes = [base for base in options.__mro__ if is_dataclass(base)]
-    names = {option.name for option in fields(options)}
-    found = {o.name: o for base in classes for o in fields(base) if o.name in inspect.get_annotations(base)}
-    of_class = [option for name, option in found.items() if name in names]
-    return sorted(of_class, key=lambda option: option.name != 'out_dir')
+    bases = reversed(options.__mro__)
+    depth = {name: number for number, base in enumerate(bases) for name in inspect.get_annotations(base)}
+    return sorted(fields(options), key=lambda option: (option.name != 'out_dir', -depth[option.name]))
 
 
 class _Options:

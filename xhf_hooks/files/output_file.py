@@ -61,19 +61,12 @@ def create_file(path: Path, header: bytes, nbytes: int) -> FileIdentity:
     """
     with errors_naming(path), path.open('xb', buffering=0) as file:
         os.ftruncate(file.fileno(), nbytes)
-        _reserve(file.fileno(), path, nbytes)
+        # Allocate the file's blocks now: a full disk is found before the first byte, and writers need not allocate. Two
+        # ranks that write 1.66 GB into one file on ext4 take 0.33 s instead of 0.44 to 0.52 s. Not os.posix_fallocate:
+        # if the file system does not support it, glibc writes a byte into every block instead
+        fallocate(file.fileno(), 0, 0, nbytes, of=path)  # of no bytes, EINVAL: not supported
         _write_all(file.fileno(), memoryview(header), 0)
         return FileIdentity(os.fstat(file.fileno()).st_ino, nbytes)
-
-
-def _reserve(fd: int, path: Path, nbytes: int) -> None:
-    """Allocate the file's blocks now: a full disk is found before the first byte, and writers need not allocate.
-
-    Two ranks that write 1.66 GB into one file on ext4 take 0.33 s instead of 0.44 to 0.52 s. Not os.posix_fallocate:
-    if the file system does not support it, glibc writes a byte into every block instead.
-    """
-    if nbytes:
-        fallocate(fd, 0, 0, nbytes, of=path)
 
 
 class OutputFile:

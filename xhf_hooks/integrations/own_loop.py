@@ -159,7 +159,6 @@ def save_hf(
         async_save=async_save,
     )
     _wait_for_save_in_flight()
-    number, path = options.step or 0, path.absolute()
     committed: list[CommittedCheckpoint] = []
     collective = Collective.shared()  # connects to all ranks at the first call
     try:
@@ -174,7 +173,7 @@ def save_hf(
             with collective.stage('comparing with the last call'):
                 if collective.rank == 0:
                     _require_no_other_writer(run.newest)
-            run.save(Step.of_iteration(number), call_began=began)
+            run.save(Step.of_iteration(options.step or 0), call_began=began)
         except BaseException:
             run.close()
             raise

@@ -46,12 +46,6 @@ def without_secrets(text: str) -> str:
     return _SECRET_IN_URL.sub('', text)
 
 
-def _s3_config() -> dict[str, Any]:
-    from botocore.config import Config
-
-    return {name: value for name, value in _S3_CONFIG.items() if name in Config.OPTION_DEFAULTS}
-
-
 def _protocol(url: str) -> str:
     return url.partition('://')[0].lower()
 
@@ -112,7 +106,10 @@ class Store:
                 bucket = HubBucket.open(url, given)
                 return cls(url, bucket, bucket.root, warn)
             if _protocol(url) in _S3:
-                own['config_kwargs'] = {**_s3_config(), **given.get('config_kwargs', {})}
+                from botocore.config import Config
+
+                known = {name: value for name, value in _S3_CONFIG.items() if name in Config.OPTION_DEFAULTS}
+                own['config_kwargs'] = {**known, **given.get('config_kwargs', {})}
                 own['max_concurrency'] = _S3_PARTS
             # From fsspec's cache, which keeps it: s3fs closes a session badly when it is freed in the thread of a loop
             files, root = fsspec.core.url_to_fs(url, **{**given, **own})

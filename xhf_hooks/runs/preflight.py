@@ -65,19 +65,6 @@ def reserve_snapshot(context: SaveContext) -> int:
     return context.memory.nbytes
 
 
-def manifests_of_targets(targets: Mapping[str, CheckpointFolder]) -> list[tuple[bytes, str, str]]:
-    """Manifests of the saves that are in these targets before training. Runs on: rank 0.
-
-    Args:
-        targets: The targets by suffix.
-
-    Returns:
-        The manifest of each save, its folder, and the suffix.
-    """
-    found = [(target.newest_manifest(), str(target.path), suffix) for suffix, target in targets.items()]
-    return [(manifest, where, suffix) for manifest, where, suffix in found if manifest is not None]
-
-
 def _find_tokenizer(context: SaveContext, of_the_run: Any | None) -> None:
     unwrapped, exporter = context.unwrapped, context.preparation.exporter
     tokenizer, warnings = find_tokenizer(context.options.tokenizer, of_the_run, exporter, unwrapped.model)

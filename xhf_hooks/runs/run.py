@@ -418,11 +418,6 @@ class Run:
         return self._saving
 
     @property
-    def is_saving_to_extra_target(self) -> bool:
-        """Whether a save to an extra target, such as that of the best score, goes on in the background."""
-        return self.saving_to is not None and self.saving_to is not self.newest
-
-    @property
     def _raises(self) -> bool:
         return self._options.on_error == 'raise'
 

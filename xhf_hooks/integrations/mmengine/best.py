@@ -104,8 +104,8 @@ class BestMetric(CheckpointHook):
         """The metrics that have improved, with their scores. Runs on: rank 0; those of other ranks may differ.
 
         Args:
-            warn: Called if best saves by a metric that :meth:`begin` did not know yet would replace a folder that an
-                earlier run left. There are none then, and training goes on: it may have taken hours until here.
+            warn: Called if best saves by a metric that :meth:`take_over_scores` did not know yet would replace a folder
+                that an earlier run left. There are none then, and training goes on: it may have taken hours until here.
 
         Raises:
             OptionError: A metric of ``save_best`` is not among the results.

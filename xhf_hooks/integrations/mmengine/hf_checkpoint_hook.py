@@ -31,7 +31,6 @@ from xhf_hooks.options import HookOptions, documents_options, require_apart
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.registry import register_hook
 from xhf_hooks.runs.frontend import RunFrontend
-from xhf_hooks.runs.preflight import manifests_of_targets
 from xhf_hooks.runs.run import Run
 from xhf_hooks.runs.run_info import RunInfo
 from xhf_hooks.runs.telemetry import RunLog, scalars
@@ -183,7 +182,7 @@ class HFCheckpointHook(RunFrontend, Hook):
                 for metric, score in improved.items()
             ]
 
-        if run.is_saving_to_extra_target:
+        if run.saving_to in run.extra_targets.values():
             # A best save is in flight: its score is remembered after its commit, before new scores are compared
             run.wait_for_background_save()
         try:
@@ -218,7 +217,11 @@ class HFCheckpointHook(RunFrontend, Hook):
         try:
             with run.collective.stage('preflight'):
                 if run.collective.rank == 0:
-                    earlier = [BestSave.described_by(*found) for found in manifests_of_targets(run.extra_targets)]
+                    earlier = [
+                        BestSave.described_by(manifest, str(target.path), suffix)
+                        for suffix, target in run.extra_targets.items()
+                        if (manifest := target.newest_manifest()) is not None
+                    ]
                     # Of the runs that this one was resumed from: the message hub has the paths of their folders
                     earlier += best_of_resumed_runs(message_hub)
                     # Makes these the scores to beat, and adds this folder to the message hub, for runs resumed later
