@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from xhf_hooks.errors import SharedError, TargetError
+from xhf_hooks.errors import SharedError
 from xhf_hooks.options import (
     CallOptions,
     CarryBase,
@@ -19,7 +19,6 @@ from xhf_hooks.options import (
     documents_options,
     folder,
 )
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.types import CommittedCheckpoint, Step
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.ends.run_end import RunEnd
@@ -172,7 +171,7 @@ def save_hf(
         try:
             with collective.stage('comparing with the last call'):
                 if collective.rank == 0:
-                    _require_no_other_writer(run.newest)
+                    RunEnd.require_no_other_writer(run.newest)
             run.save(Step.of_iteration(options.step or 0), call_began=began)
         except BaseException:
             run.close()
@@ -199,18 +198,3 @@ def _wait_for_save_in_flight() -> None:
     for end in [*_IN_FLIGHT]:
         end.close()
         _IN_FLIGHT.remove(end)
-
-
-def _require_no_other_writer(target: CheckpointFolder) -> None:
-    """Check that no other process has saved here since this one did: two loops would replace each other's saves.
-
-    The folder is locked only while a call saves, so that a launcher may go on where a notebook began. Runs on: rank 0.
-
-    Raises:
-        TargetError: One has.
-    """
-    if not RunEnd.knows_newest(target):
-        raise TargetError(
-            f'{target.path}: another process has saved here since this one did, and a save would replace its save; '
-            f'give one of them another out_dir, or move that save away'
-        )

@@ -125,7 +125,7 @@ class RunLock:
             if error.errno not in _NO_LOCKS:
                 raise
             self.works_across_hosts = False  # the file system has no locks: go on without one
-        found = look_up(self.path)  # as above; is it still the file that was opened?
+        found = look_up(self.path)  # is it still the file that was opened?
         return found is not None and found.st_ino == os.fstat(fd).st_ino
 
 

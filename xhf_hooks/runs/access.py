@@ -38,7 +38,7 @@ def choose_strategy(log: logging.LoggerAdapter, option: str, folder: Path, colle
     if collective.vote_any(folder != folder_of_rank0, 'preflight'):
         paths = {*collective.from_all_ranks('preflight', lambda: folder)}
     elif not wanted.all_ranks_write:
-        collective.from_rank0('preflight', lambda: _write_probe(folder)[0].unlink())
+        collective.from_rank0('preflight', lambda: folder.with_name(_write_probe(folder)[0]).unlink())
         return wanted
     if len({path.name for path in paths}) == 1 and all_ranks_see(folder, collective):
         return wanted
@@ -64,11 +64,7 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
         AgreedError: Rank 0 cannot write there.
     """
 
-    def make_probe() -> tuple[str, FileIdentity]:
-        probe, identity = _write_probe(folder)
-        return probe.name, identity
-
-    name, identity = collective.from_rank0('preflight', make_probe)
+    name, identity = collective.from_rank0('preflight', lambda: _write_probe(folder))
     probe = folder.with_name(name)  # hosts may mount the folder at different paths
     is_missed = False
     try:
@@ -83,8 +79,10 @@ def all_ranks_see(folder: Path, collective: Collective) -> bool:
     return not is_missed
 
 
-def _write_probe(folder: Path) -> tuple[Path, FileIdentity]:
+def _write_probe(folder: Path) -> tuple[str, FileIdentity]:
     """Write a small file next to the folder, in the same way as weights: at its full size first, then at offsets.
+
+    Returns its name, and what identifies it.
 
     Some mounts of object stores take files only from front to back.
 
@@ -108,7 +106,7 @@ def _write_probe(folder: Path) -> tuple[Path, FileIdentity]:
                 probe.unlink()
             time.sleep(pause_secs)
         raise TargetError(f'{probe.parent} cannot be written: {error}; set out_dir to a folder that can') from error
-    return probe, identity
+    return probe.name, identity
 
 
 def lock_targets(

@@ -281,10 +281,21 @@ class RunEnd:
         )
 
     @classmethod
-    def knows_newest(cls, target: CheckpointFolder) -> bool:
-        """Whether no other process has saved there since a run of this one did, if any. Runs on: rank 0."""
+    def require_no_other_writer(cls, target: CheckpointFolder) -> None:
+        """Check that no other process has saved there since a run of this one: they would replace each other's saves.
+
+        Calls of ``save_hf`` ask this: they lock the folder only while they save, so that a launcher may go on where a
+        notebook began. Runs on: rank 0.
+
+        Raises:
+            TargetError: One has.
+        """
         left, newest = cls._left.get(target.path), target.newest_manifest()
-        return left is None or newest is None or crc32(newest) in left
+        if left is not None and newest is not None and crc32(newest) not in left:
+            raise TargetError(
+                f'{target.path}: another process has saved here since this one did, and a save would replace its save; '
+                f'give one of them another out_dir, or move that save away'
+            )
 
     @classmethod
     def is_ambiguous(cls, folder: Path) -> bool:
