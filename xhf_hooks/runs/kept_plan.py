@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xhf_hooks.exporters.base import Export, Exporter
+from xhf_hooks.exporters.base import Exporter
 from xhf_hooks.options import SaveOptions
-from xhf_hooks.planning.plan import SavePlan
-from xhf_hooks.planning.types import TensorSpec
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.access import choose_strategy
@@ -26,15 +24,16 @@ _ATTRIBUTE = '_xhf_kept_plan'
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan, and what it was made for. It does not refer to the exporter, which refers to the model."""
+    """A plan, and what it was made for.
+
+    Attributes:
+        exporter_class: In place of the exporter of the preparation, which refers to the model.
+    """
 
     options: dict[str, Any]
     strategy: WriteStrategy
-    kind: Callable[..., Exporter[Any]]
-    export: Export
-    specs: list[TensorSpec]
-    plan: SavePlan
-    expected_extra_nbytes: int
+    exporter_class: Callable[..., Exporter[Any]]
+    preparation: Preparation
     tokenizer: Any | None
     eos_token_ids: Sequence[int]
 
@@ -88,13 +87,12 @@ class KeptPlan:
         planned = self._planned
         if planned is None or planned.strategy != strategy or planned.options != _compared(options):
             return None
-        if planned.specs != source.specs():
+        if planned.preparation.specs != source.specs():
             return None
         given = {name: value for name in ('lora', 'llava_format') if (value := getattr(options, name)) is not None}
         # As exporter_for makes it, which first looks for the class that accepts the model
-        exporter = planned.kind(unwrapped.model, options.module, **given)
-        name = type(source).__name__
-        return Preparation(exporter, name, planned.export, planned.specs, planned.plan, planned.expected_extra_nbytes)
+        exporter = planned.exporter_class(unwrapped.model, options.module, **given)
+        return replace(planned.preparation, exporter=exporter)
 
     def tokenizer(self) -> tuple[Any | None, Sequence[int]]:
         """The tokenizer of the last call, and token ids to add to generation_config.json. Runs on: rank 0."""
@@ -109,17 +107,8 @@ class KeptPlan:
         eos_token_ids: Sequence[int],
     ) -> None:
         """Keep the plan of this call for the next one."""
-        self._planned = _Planned(
-            _compared(options),
-            strategy,
-            type(preparation.exporter),
-            preparation.export,
-            preparation.specs,
-            preparation.plan,
-            preparation.expected_extra_nbytes,
-            tokenizer,
-            eos_token_ids,
-        )
+        kind, without_model = type(preparation.exporter), replace(preparation, exporter=None)  # type: ignore[arg-type]
+        self._planned = _Planned(_compared(options), strategy, kind, without_model, tokenizer, eos_token_ids)
 
 
 def _compared(options: SaveOptions) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def log_preparations(context: SaveContext, targets: Sequence[CheckpointFolder], 
     how += f'{context.preparation.expected_extra_nbytes / 1e6:.0f} MB of extra memory per rank'
     rows = {
         'what': f'{counted(n_tensors, "tensor")}, {plan.nbytes / 1e6:.1f} MB in {counted(n_files, "file")}',
-        'from': f'{context.preparation.source_name}, for {type(context.preparation.exporter).__name__}',
+        'from': f'{type(context.source).__name__}, for {type(context.preparation.exporter).__name__}',
         'where': targets[0].path,
         'when': ', '.join(occasions),
         'how': how,

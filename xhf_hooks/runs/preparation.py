@@ -36,14 +36,12 @@ class Preparation:
     """The plan of a model's saves, and what it was made from.
 
     Attributes:
-        source_name: The class of the source.
         export: What the exporter writes in each save.
         specs: The model's tensors. A save plans again if the model has other tensors by then.
         expected_extra_nbytes: Estimated memory of a save on the busiest rank.
     """
 
     exporter: Exporter[Any]
-    source_name: str
     export: Export
     specs: list[TensorSpec]
     plan: SavePlan
@@ -144,7 +142,7 @@ def prepare_saves(
         # one fills while two wait for the disk
         round_buffers_nbytes = bucket_nbytes + 3 * round_nbytes if plan.rounds else 0
         extra_nbytes = max(gathered_nbytes, round_buffers_nbytes) + (_SLICES_NBYTES if plan.in_place else 0)
-        preparation = Preparation(exporter, source_name, export, specs, plan, extra_nbytes)
+        preparation = Preparation(exporter, export, specs, plan, extra_nbytes)
         warn_of_left_out(log, preparation.left_out, unwrapped.model)
     return preparation
 

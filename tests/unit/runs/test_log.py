@@ -90,10 +90,9 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
     placements = [SimpleNamespace(file='model.safetensors')] * 2
     plan = SimpleNamespace(placements=placements, files=[1], nbytes=8, gathered=[group, group], copied=())
     exporter, export = SimpleNamespace(notes=()), SimpleNamespace(adapter_base_tensors=())
-    names = dict(source_name='Zero3Source', left_out=(), expected_extra_nbytes=0)
-    preparation = SimpleNamespace(exporter=exporter, export=export, **names)
+    preparation = SimpleNamespace(exporter=exporter, export=export, left_out=(), expected_extra_nbytes=0)
     ranks, unwrapped = SimpleNamespace(world_size=world_size), SimpleNamespace(model=None)
-    saves = dict(plan=plan, preparation=preparation, strategy=strategy, background=None)
+    saves = dict(source=None, plan=plan, preparation=preparation, strategy=strategy, background=None)
     context = SimpleNamespace(log=log, collective=ranks, unwrapped=unwrapped, **saves)
     log_preparations(context, [SimpleNamespace(path='out')], ['now'])
     expected = ['Door: gathered, not saved in slices: 1 tensor (lm_head.weight)'] if is_told else []
