@@ -50,7 +50,7 @@ def preflight(
             if not context.is_planned_before:
                 _find_tokenizer(context, info.tokenizer)
                 for warning in _write_assets_on_trial(context, targets[0]):
-                    log.warn_before_training(warning)
+                    log.warn_once(warning)
         if uploads is not None:
             uploads.require_usable()
     if context.background is not None and not context.is_planned_before:

@@ -73,32 +73,24 @@ class RunLog(logging.LoggerAdapter):
 
     Args:
         only_errors: Drop everything but errors: for ranks other than 0, of a logger that every rank has.
-        said: As the attribute.
 
     Attributes:
         said: Lines that are not repeated unless they are errors, since an earlier call that made one save has logged
             them. Each line is added. None: everything is logged.
-        warned_before_training: Warnings about all saves of the run.
+        warned_once: The warnings of :meth:`warn_once`.
     """
 
-    def __init__(
-        self, logger: logging.Logger, name: str, *, only_errors: bool = False, said: set[str] | None = None
-    ) -> None:
+    def __init__(self, logger: logging.Logger, name: str, *, only_errors: bool = False) -> None:
         super().__init__(logger, {})
-        self._name, self._only_errors, self.said = name, only_errors, said
-        self.warned_before_training: set[str] = set()
-        self._warned_once: set[str] = set()
+        self._name, self._only_errors = name, only_errors
+        self.said: set[str] | None = None
+        self.warned_once: set[str] = set()
 
     def warn_once(self, message: str) -> None:
-        """Log a warning, unless this run has logged it so before."""
-        if message not in self._warned_once:
-            self._warned_once.add(message)
+        """Log a warning about all saves of the run, unless it was logged so before."""
+        if message not in self.warned_once:
+            self.warned_once.add(message)
             self.warning(message)
-
-    def warn_before_training(self, message: str) -> None:
-        """Log a warning about all saves of the run, which is not repeated for each of them."""
-        self.warned_before_training.add(message)
-        self.warning(message)
 
     @contextlib.contextmanager
     def logging_errors_of_callbacks(self, step: Step) -> Iterator[None]:
@@ -172,7 +164,7 @@ def log_save(log: RunLog, committed: CommittedCheckpoint, *, whole_path: bool = 
     """
     cost = committed.cost
     for warning in committed.warnings:
-        if warning not in log.warned_before_training:
+        if warning not in log.warned_once:
             log.warning(warning)
     rows = {
         'cost': f'training stalled for {cost.stalled_secs:.2f} s; {cost.gbytes_per_sec:.2f} GB/s; '

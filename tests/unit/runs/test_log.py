@@ -102,7 +102,7 @@ def test_what_is_gathered_is_named_before_training(strategy, world_size, is_told
 def test_a_warning_about_all_saves_is_logged_once(log, caplog):
     """The trial before training gives it, and each save again; what only a save finds is logged each time."""
     cost = SaveCost(1, 1.0, 1.0, 1)
-    log.warn_before_training('no tokenizer')
+    log.warn_once('no tokenizer')
     for number in (1, 2):
         found = CommittedCheckpoint(
             Path('hf_model'), 'hf_model', Step('iter', number, number), cost, ('no tokenizer', 'NaN')
