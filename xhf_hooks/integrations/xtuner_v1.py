@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,15 +49,15 @@ class HFCheckpoint(RunFrontend):
         verify: VerifyLevel = 'sizes',
         on_error: Literal['continue', 'raise'] = 'continue',
     ) -> None:
-        self._options: dict[str, Any] = dict(
+        self._options = RunOptions(  # checks them where the config is read
             model_card=model_card,
             max_shard_size=max_shard_size,
             bucket_size=bucket_size,
             writer=writer,
             verify=verify,
             on_error=on_error,
+            save_last=False,
         )
-        RunOptions(**self._options)  # checks them where the config is read
         self._committed: CommittedCheckpoint | None = None
 
     def __call__(
@@ -92,7 +93,7 @@ class HFCheckpoint(RunFrontend):
                 tokenizer if hasattr(tokenizer, 'save_pretrained') else None,
                 trainer=trainer,
             ),
-            RunOptions(**self._options, async_save=getattr(trainer, '_async_hf_export', False), save_last=False),
+            replace(self._options, async_save=getattr(trainer, '_async_hf_export', False)),
             log,
             on_committed=self._remember,
         )
