@@ -112,7 +112,7 @@ class Run:
         )
         extra_targets = {suffix: newest.extra_target(suffix) for suffix in info.extra_suffixes}
         targets = [newest, *extra_targets.values()]
-        end = RunEnd(targets, info.trainer, options.save_on_signal or (), options.exit_wait_secs, log)
+        end = RunEnd(targets, info.trainer, options, log)
         end.begin()
         try:
             collective = Collective.connect() if collective is None else collective
@@ -142,7 +142,7 @@ class Run:
                 end.add_task(task)
             preflight(context, targets, after_saves.uploads, info)
             run = cls(context, newest, extra_targets, options, end, after_saves, on_committed, on_result)
-            end.listen(None if options.interval_minutes is None else 60 * options.interval_minutes)
+            end.listen()
             if not context.is_planned_before:
                 with collective.stage('log preparations'):
                     log_preparations(context, targets, occasions_of(options, info.schedule, extra_targets))

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 
 from xhf_hooks.errors import TargetError
 from xhf_hooks.format.checksum import crc32
+from xhf_hooks.options import CallOptions, RunOptions
 from xhf_hooks.places.background_deletion import BackgroundDeletion
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.ranks.collective import Collective
@@ -67,7 +68,7 @@ class RunEnd:
     Args:
         targets: The folders of its saves: no two open runs have one in common.
         trainer: Identifies the run, such as MMEngine's runner; None for a call of ``save_hf``.
-        exit_wait_secs: How long an end waits for all tasks, from the first wait after a save.
+        options: ``exit_wait_secs`` counts from the first wait after a save.
 
     Attributes:
         save_signals: The signals that request a save.
@@ -86,26 +87,23 @@ class RunEnd:
         self,
         targets: Sequence[CheckpointFolder],
         trainer: object | None,
-        save_signals: Sequence[str],
-        exit_wait_secs: float,
+        options: RunOptions | CallOptions,
         log: LoggerAdapter,
     ) -> None:
-        self.save_signals = [Signals[name] for name in save_signals]
+        self.save_signals = [Signals[name] for name in options.save_on_signal or ()]
         self.requests: SaveRequests | None = None
         self.thread = threading.current_thread()
         self.is_closed = False
         self._targets = targets
         self._places = {str(target.path) for target in targets}
         self._trainer = None if trainer is None else weakref.ref(trainer)
-        self._exit_wait_secs = exit_wait_secs
-        self._log = log
+        self._options, self._log = options, log
         self._process = os.getpid()
         self.signals = ProcessSignals.of_this_process()
         self._children: SignalProofChildren | None = None
         self._tasks: list[Task] = []
         self._last = ExitStack()
         self._deadline: float | None = None
-        self._has_ended = False
         self._given_up: set[str] = set()  # names of tasks that were logged as not finished
         self._closing = threading.RLock()
 
@@ -156,16 +154,15 @@ class RunEnd:
         """When the run is closed and the process goes on, call this before the functions that were given before."""
         self._last.callback(function)
 
-    def listen(self, interval_secs: float | None) -> None:
+    def listen(self) -> None:
         """From now on, signals and the exit heed this run, and the clock runs. Runs on: all ranks.
-
-        Args:
-            interval_secs: After so many seconds without a save, the clock of rank 0 requests one; None: it never does.
 
         Raises:
             AgreedError: There are signals, and training is not in the main thread. The same on all ranks.
         """
-        if self.save_signals or interval_secs is not None:
+        minutes = self._options.interval_minutes
+        if self.save_signals or minutes is not None:
+            interval_secs = None if minutes is None else 60 * minutes
             self.requests = SaveRequests.start(self._log, self.save_signals, interval_secs)
         if self.save_signals:
             self._children = SignalProofChildren.start(self.save_signals, self._log.warning)
@@ -185,7 +182,7 @@ class RunEnd:
         """
         is_first = self._deadline is None
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._exit_wait_secs
+            self._deadline = time.monotonic() + self._options.exit_wait_secs
         for task in [task for task in self._tasks if for_all or task.must_finish]:
             if is_first and task.left():
                 self._log.info(f'waiting for {task.name}')
@@ -195,7 +192,7 @@ class RunEnd:
                     return False
                 if task.name not in self._given_up:
                     self._given_up.add(task.name)
-                    left, secs = '; '.join(task.left()), self._exit_wait_secs
+                    left, secs = '; '.join(task.left()), self._options.exit_wait_secs
                     self._log.warning(f'{task.name}: not finished within exit_wait_secs={secs:g} s: {left}')
         return True
 
@@ -235,7 +232,7 @@ class RunEnd:
         if not self.is_of_this_process:
             return
         with self._closing:  # the next run waits here for one that the garbage collector closes
-            if self._has_ended:  # another process may have the folder by now
+            if self not in RunEnd._open:  # another process may have the folder by now
                 return
             self.is_closed = self.is_closed or not process_ends
             for task in self._tasks:
@@ -261,7 +258,6 @@ class RunEnd:
             if self in RunEnd._open and not process_ends:
                 RunEnd._open.remove(self)
                 self._last.close()
-                self._has_ended = True
 
     def close_in_thread(self) -> None:
         """Called by the garbage collector, which must not wait, when the run is garbage."""

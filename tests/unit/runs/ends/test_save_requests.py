@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from xhf_hooks.options import RunOptions
 from xhf_hooks.runs.ends import save_requests
 from xhf_hooks.runs.ends.run_end import RunEnd
 from xhf_hooks.runs.ends.save_requests import SaveRequests
@@ -33,9 +34,9 @@ TRAINER = nullcontext()
 
 
 def listening(*signals: str) -> RunEnd:
-    end = RunEnd([], TRAINER, signals, 600, LOG)
+    end = RunEnd([], TRAINER, RunOptions(save_on_signal=signals), LOG)
     end.begin()
-    end.listen(None)
+    end.listen()
     return end
 
 
