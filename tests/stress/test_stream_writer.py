@@ -17,7 +17,7 @@ from xhf_hooks.planning.types import Chunk, Placement
 
 
 def opened_writer(plan: SavePlan, folder: Path, pending_nbytes: int) -> Writer:
-    writer = Writer.start(pending_nbytes)
+    writer = Writer(pending_nbytes).start()
     writer.open(plan, folder, writer.create(plan, folder))
     return writer
 

@@ -78,7 +78,7 @@ def measure_model(name: str) -> dict[str, float]:
         patch.object(HuggingFaceExporter, 'check_loading', timed),
     ):
         context = SaveContext.open(
-            unwrap(model), SaveOptions(), Collective.connect(), log, strategy=WriteStrategy.POSITIONAL
+            unwrap(model), SaveOptions(), Collective.connect(), log, [].append, strategy=WriteStrategy.POSITIONAL
         )
     return {
         'tensors': len(context.plan.placements),

@@ -55,12 +55,10 @@ class Writer:
         self._changed = threading.Condition()  # of what follows, and of the error
         self._n_pending = self._pending_nbytes = 0
 
-    @classmethod
-    def start(cls, pending_nbytes: int, *, in_background: bool = False, stays_cached: bool = False) -> Writer:
-        """Make a writer, and start its thread. Call it before training: a process that exits can start no thread."""
-        writer = cls(pending_nbytes, in_background=in_background, stays_cached=stays_cached)
-        threading.Thread(target=writer._work, name='xhf-writer', daemon=True).start()
-        return writer
+    def start(self) -> Writer:
+        """Start the thread; returns this writer. Call it before training: a process that exits can start no thread."""
+        threading.Thread(target=self._work, name='xhf-writer', daemon=True).start()
+        return self
 
     def create(self, plan: SavePlan, staging: Path) -> dict[str, FileIdentity]:
         """Create the planned files with their headers, and reserve their disk space. Runs on: rank 0.

@@ -61,14 +61,8 @@ def prepare_saves(
     strategy: WriteStrategy,
     collective: Collective,
     log: RunLog,
-    in_background: bool,
 ) -> Preparation:
     """Plan saves from metadata alone, and compare the plan across ranks. Runs on: all ranks.
-
-    Args:
-        in_background: Whether saves are made in the background. Each rank then sends a share of a replica
-            (:func:`.make_plan`), so that it copies less while training waits. In the foreground the owner's own replica
-            is cheaper than shares that it receives.
 
     Raises:
         AgreedError: The model cannot be exported; the message has the reason.
@@ -122,7 +116,9 @@ def prepare_saves(
             strategy=strategy,
             world_size=collective.world_size,
             spread=spread,
-            send_shares_of_replicas=in_background,
+            # In the background, so that each rank copies less while training waits. In the foreground the owner's own
+            # replica is cheaper than shares that it receives
+            send_shares_of_replicas=options.async_save,
             round_nbytes=round_nbytes,
         )
         allow_open_files(len(plan.files), f'{len(plan.files)} files of weights; a larger max_shard_size makes fewer')

@@ -119,26 +119,24 @@ class Run:
             end.do_last(collective.close)
             how_to_choose = choose_strategy if kept is None else kept.choose_strategy
             strategy = how_to_choose(log, options.writer, newest.path, collective)
-            after_saves = AfterSaves(options, log)
             context = SaveContext.open(
                 info.unwrapped,
                 options,
                 collective,
                 log,
+                end.do_last,
                 strategy=strategy,
-                in_background=options.async_save,
                 stays_cached=options.on_saved is not None,
-                after_commit=after_saves.handle_commit,
                 kept=kept,
             )
-            for close in context.closers():
-                end.do_last(close)
             # In the order in which an end waits for them
             if context.background is not None:
                 end.add_task(context.background)
             for target in targets:
                 end.add_task(target.siblings.deletion)
-            for task in after_saves.start([target.path for target in targets], collective, info.timestamp):
+            paths = [target.path for target in targets]
+            after_saves = AfterSaves.start(options, paths, collective, log, info.timestamp)
+            for task in after_saves.tasks:
                 end.add_task(task)
             preflight(context, targets, after_saves.uploads, info)
             run = cls(context, newest, extra_targets, options, end, after_saves, on_committed, on_result)
@@ -199,7 +197,9 @@ class Run:
                 # exit_wait_secs is one limit for all waits at the end of a run. A signal may have started that time,
                 # and the user's handler may have let the process live on: count anew
                 self._end.reset_wait_deadline()
-                save = Save.begin(self._context, target, step, manifest_fields, call_began)
+                save = Save.begin(
+                    self._context, target, step, self._after_saves.handle_commit, manifest_fields, call_began
+                )
                 if self._options.async_save:
                     self._saving = save.copy_and_continue(partial(self._log_outcome, step))
                     self.saving_to = target

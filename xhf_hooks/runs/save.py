@@ -30,12 +30,16 @@ from xhf_hooks.files.tally import Tally, warn_of_non_finite
 from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import WrittenSave
 from xhf_hooks.planning.types import CommittedCheckpoint, SaveCost, Step
+from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.save_context import SaveContext
 from xhf_hooks.runs.save_in_flight import SaveInFlight
 from xhf_hooks.runs.telemetry import Progress, SaveClock
 from xhf_hooks.sources.replicated import require_equal
 from xhf_hooks.sources.send import Snapshot, live_chunks
 from xhf_hooks.system.files import errors_naming
+
+#: Called with the target, the step, and what connects the ranks.
+AfterCommit = Callable[[CheckpointFolder, Step, Collective], None]
 
 
 class Save:
@@ -46,11 +50,9 @@ class Save:
     Args:
         context: What all saves of the model share: the plan, the source, the exporter and the writer.
         target: Where the save goes.
+        after_commit: As in :meth:`begin`.
         manifest_fields: Fields of the manifest for this save only.
         clock: Measures the save.
-
-    Attributes:
-        in_background: Whether training goes on meanwhile.
     """
 
     def __init__(
@@ -58,16 +60,16 @@ class Save:
         context: SaveContext,
         target: CheckpointFolder,
         step: Step,
+        after_commit: AfterCommit,
         manifest_fields: Mapping[str, Any],
         clock: SaveClock,
     ) -> None:
-        self.in_background = False
         self._context = context
         self._target = target
         self._step = step
+        self._after_commit = after_commit
         self._manifest_fields = manifest_fields
         self._clock = clock
-        self._collective = context.collective  # of the thread that trains
         self._writing_collective = context.collective  # of the thread that writes and commits
         self._chunks = live_chunks(context.plan, context.source, context.collective)  # a generator: nothing is read yet
         self._warnings: list[str] = []
@@ -79,6 +81,7 @@ class Save:
         context: SaveContext,
         target: CheckpointFolder,
         step: Step,
+        after_commit: AfterCommit = lambda target, step, collective: None,
         manifest_fields: Mapping[str, Any] | None = None,
         call_began: float | None = None,
     ) -> Save:
@@ -87,6 +90,8 @@ class Save:
         Replicas of weights are compared across ranks; fp32 masters must round to their weights.
 
         Args:
+            after_commit: Called on all ranks after the commit, in the thread that saves. If it communicates, it starts
+                with a vote.
             manifest_fields: Fields of the manifest for this save only, such as its score.
             call_began: For ``save_hf``: ``time.perf_counter()`` when that call began, so that its preflight counts as
                 part of the save. None: the save begins now.
@@ -103,7 +108,7 @@ class Save:
             reads = context.plan.reads
             context.source.require_masters_match_weights(reads)
             require_equal(context.source, [spec for spec in reads if not spec.from_master], collective)
-            return cls(context, target, step, manifest_fields or {}, clock)
+            return cls(context, target, step, after_commit, manifest_fields or {}, clock)
 
     def copy_and_continue(
         self, report_outcome: Callable[[CommittedCheckpoint | None, BaseException | None], None]
@@ -123,17 +128,16 @@ class Save:
         """
         context = self._context
         if context.background is None or context.background_collective is None:
-            raise ValueError('expected a SaveContext that was opened with in_background=True')
+            raise ValueError('expected a SaveContext whose options have async_save=True')
         self._clock.begin('snapshot')
-        with self._collective.stage('copy'):
-            snapshot = Snapshot.take(context.plan, context.source, context.memory, self._collective)
+        with context.collective.stage('copy'):
+            snapshot = Snapshot.take(context.plan, context.source, context.memory, context.collective)
             self._chunks = snapshot.chunks(context.background_collective)
             self._clock.meter.sample()  # memory, with the copy in it
-        with self._collective.stage('hand over'):  # ends with a vote: no rank writes if another cannot begin
+        with context.collective.stage('hand over'):  # ends with a vote: no rank writes if another cannot begin
             # The background thread begins with 'staging'. Until it runs, its wait counts as time of that stage
             self._clock.begin('staging')
             self._writing_collective = context.background_collective
-            self.in_background = True
             self._clock.training_goes_on()
             in_flight = SaveInFlight(self._step, self.write_and_commit, report_outcome)
         context.background.add(in_flight)
@@ -163,7 +167,7 @@ class Save:
                     path = self._writing_collective.from_rank0('after the commit', lambda: committed.path)
                     committed = replace(committed, path=path)
                 committed = replace(committed, cost=self._cost())
-                self._context.after_commit(self._target, self._step, self._writing_collective)
+                self._after_commit(self._target, self._step, self._writing_collective)
         except SharedError as error:
             warning = f'{self._step.label} is saved, but its upload and on_saved were not begun: {error}'
             return replace(committed, warnings=(*committed.warnings, warning))
@@ -224,7 +228,8 @@ class Save:
             if is_rank0:
                 # In the background, this thread itself reads bytes back: the process may already be exiting and waiting
                 # for this save; then no thread can be started
-                path = target.commit(written, context.options.verify, workers=1 if self.in_background else None)
+                workers = 1 if self._writing_collective is context.background_collective else None
+                path = target.commit(written, context.options.verify, workers)
                 name_was_taken.is_set = path != target.path
         return replace(committed, path=path), name_was_taken.is_set
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.options import SaveOptions
-from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.planning.plan import SavePlan
-from xhf_hooks.planning.types import Step
 from xhf_hooks.planning.write_strategy import WriteStrategy
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.runs.ends.background_task import BackgroundTask
@@ -35,7 +32,6 @@ class SaveContext:
         unwrapped: The bare model (``.model``), and what has its tensors (``.root``), such as an FSDP1 wrapper.
         log: Gets warnings of what is trained and not saved, and the progress of long saves.
         strategy: Which rank writes which bytes.
-        after_commit: Called on all ranks after each commit, in the thread that saves.
         source: Gives the model's tensors; made again at each save.
         preparation: The plan and what it was made from; made again when the model's tensors or config change.
         is_planned_before: Whether an earlier call of ``save_hf`` has planned and checked these saves.
@@ -53,7 +49,6 @@ class SaveContext:
     collective: Collective
     log: RunLog
     strategy: WriteStrategy
-    after_commit: Callable[[CheckpointFolder, Step, Collective], None]
     source: Source
     preparation: Preparation
     writer: Writer
@@ -72,11 +67,10 @@ class SaveContext:
         options: SaveOptions,
         collective: Collective,
         log: RunLog,
+        do_last: Callable[[Callable[[], None]], object],
         *,
         strategy: WriteStrategy,
-        in_background: bool = False,
         stays_cached: bool = False,
-        after_commit: Callable[[CheckpointFolder, Step, Collective], None] = lambda target, step, collective: None,
         kept: KeptPlan | None = None,
     ) -> SaveContext:
         """Plan the saves of a model, and start the threads that make them.
@@ -84,10 +78,10 @@ class SaveContext:
         Args:
             unwrapped: The trained model (:class:`.Unwrapped`).
             log: As the attribute.
+            do_last: Called with what ends a thread, frees the memory for copies or closes a connection, once that is
+                made. None of it refers to the model. It is to be called when no save is in flight.
             strategy: As chosen for the option ``writer`` (runs/access.py).
-            in_background: Whether saves will be made in the background.
             stays_cached: Leave the files in the page cache, for a program that reads them at once.
-            after_commit: As the attribute. If it communicates, it starts with a vote.
             kept: What calls of ``save_hf`` for this model share: its plan serves again if it fits on all ranks.
 
         Raises:
@@ -100,24 +94,26 @@ class SaveContext:
             must_plan.is_set = found is None
         if must_plan.is_set or found is None:  # on all ranks, if one has to
             with collective.stage('plan'):
-                found = prepare_saves(unwrapped, source, options, strategy, collective, log, in_background)
+                found = prepare_saves(unwrapped, source, options, strategy, collective, log)
         background: BackgroundTask[SaveInFlight] | None = None
         background_collective = None
-        if in_background:
+        if options.async_save:
             background = BackgroundTask('a save in the background', SaveInFlight.save, must_finish=True)
             background_collective = Collective.connect() if kept is None else Collective.shared('background')
+            do_last(background_collective.close)
         with collective.stage('start threads'):
             # One bucket waits for the disk while the next one is gathered
-            writer = Writer.start(options.bucket_nbytes, in_background=in_background, stays_cached=stays_cached)
+            writer = Writer(options.bucket_nbytes, in_background=options.async_save, stays_cached=stays_cached).start()
+            do_last(writer.close)
             if background is not None:
-                background.start()
-        how = (strategy, after_commit, source, found, writer, background, background_collective)
-        context = cls(unwrapped, options, collective, log, *how)
-        if kept is not None:
+                do_last(background.start().close)
+        made = (source, found, writer, background, background_collective)
+        context = cls(unwrapped, options, collective, log, strategy, *made)
+        if kept is None:
+            do_last(context.memory.free)
+        else:  # the next call uses the memory again
             context.kept, context.memory, context.is_planned_before = kept, kept.memory, not must_plan.is_set
             context.tokenizer, context.eos_token_ids = kept.tokenizer()
-        # A run that is never closed ends its thread when it is garbage (see also the end of Run.open)
-        weakref.finalize(context, writer.close).atexit = False
         return context
 
     @property
@@ -138,9 +134,8 @@ class SaveContext:
         warn_of_left_out(self.log, prepared.left_out, self.unwrapped.model)
         is_outdated = has_other_tensors or prepared.exporter.is_outdated(prepared.export)
         if self.collective.vote_any(is_outdated, 'plan'):
-            in_background = self.background is not None
             self.preparation = prepare_saves(
-                self.unwrapped, self.source, self.options, self.strategy, self.collective, self.log, in_background
+                self.unwrapped, self.source, self.options, self.strategy, self.collective, self.log
             )
         if self.kept is not None:
             self.kept.keep(self.preparation, self.options, self.strategy, self.tokenizer, self.eos_token_ids)
@@ -163,17 +158,3 @@ class SaveContext:
         # collective, below, is another one, and the two votes would not pair
         self.collective.raise_if_any_failed('save')
         return self.background_collective is not None and self.background_collective.ensure_connected()
-
-    def closers(self) -> list[Callable[[], None]]:
-        """What ends the threads, frees host memory, and destroys the process group of background saves, in this order.
-
-        None of it refers to this object, or to the model. No save may be in flight when it is called.
-        """
-        found: list[Callable[[], None]] = [self.writer.close]
-        if self.kept is None:  # else the next call uses it again
-            found.append(self.memory.free)
-        if self.background is not None:
-            found.append(self.background.close)
-        if self.background_collective is not None:
-            found.append(self.background_collective.close)
-        return found

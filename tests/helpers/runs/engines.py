@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,10 +80,11 @@ class Saver:
     def __init__(self, model: nn.Module, collective: Collective, **options: Any) -> None:
         trained = {n: options.pop(n) for n in ('run_config', 'manifest_fields') if n in options}
         strategy = WriteStrategy(options.pop('writer', 'stream'))
-        how = dict(strategy=strategy, in_background=options.pop('in_background', False))
+        made = SaveOptions(async_save=options.pop('in_background', False), **options)
         log = RunLog(logging.getLogger('test'), 'saver')
         unwrapped = replace(unwrap(model), **trained)
-        self.context = SaveContext.open(unwrapped, SaveOptions(**options), collective, log, **how)
+        self._last = ExitStack()
+        self.context = SaveContext.open(unwrapped, made, collective, log, self._last.callback, strategy=strategy)
 
     @property
     def plan(self) -> SavePlan:
@@ -99,8 +101,7 @@ class Saver:
 
     def close(self) -> None:
         """End the threads. No save may be in flight."""
-        for close in self.context.closers():
-            close()
+        self._last.close()
 
 
 def open_run(

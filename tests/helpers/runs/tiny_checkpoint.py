@@ -27,7 +27,7 @@ def tiny_plan() -> SavePlan:
 def stage(folder: CheckpointFolder, number: int, **facts: Any) -> WrittenSave:
     """Fill the staging folder with a save of iteration ``number``, which is every byte of every tensor."""
     plan = tiny_plan()
-    with closing(Writer.start(pending_nbytes=1)) as writer:
+    with closing(Writer(pending_nbytes=1).start()) as writer:
         made = writer.create(plan, folder.open_staging())
         writer.open(plan, folder.staging, made)
         for placement in plan.placements:

@@ -68,7 +68,7 @@ class Saved:
             round_nbytes=bucket_nbytes // 2 or 1,
         )
         folder = CheckpointFolder(parent / 'hf_model', max_keep=1)
-        ranks = [Writer.start(pending_nbytes=bucket_nbytes) for _ in range(world_size)]
+        ranks = [Writer(pending_nbytes=bucket_nbytes).start() for _ in range(world_size)]
         made = ranks[0].create(self.plan, folder.open_staging())
         for rank in ranks:
             rank.open(self.plan, folder.staging, made)

@@ -37,6 +37,7 @@ from xhf_hooks.runs.run import Run
 from xhf_hooks.runs.run_info import RunInfo
 from xhf_hooks.runs.telemetry import RunLog
 from xhf_hooks.runs.unwrap import unwrap
+from xhf_hooks.system.threads import wait_until
 
 
 class Frontend:
@@ -278,7 +279,7 @@ def test_a_request_that_no_save_answers_is_told(tmp_path, caplog):
 def test_a_run_that_is_forgotten_is_freed(what, tmp_path, monkeypatch):
     """After Ctrl-C in a notebook, which notifies nobody."""
     values = {'on_saved': ['echo', '{"a": 1}'], 'upload_to': (tmp_path / 'stored').as_uri()}
-    run = Frontend()
+    run, threads_before = Frontend(), {*threading.enumerate()}
     saves = run.begin(tmp_path / 'hf_model', async_save=True, **({what: values[what]} if what in values else {}))
     if what == 'a save that fails':
         monkeypatch.setattr(OutputFile, 'write', lambda *args: 1 / 0)
@@ -290,6 +291,9 @@ def test_a_run_that_is_forgotten_is_freed(what, tmp_path, monkeypatch):
     del run
     gc.collect()
     assert [thing() for thing in gone] == [None] * 3
+    started = [thread for thread in threading.enumerate() if thread not in threads_before]
+    of_run = [thread for thread in started if thread.name != 'xhf-signals']  # that one serves the whole process
+    assert wait_until(lambda: not any(thread.is_alive() for thread in of_run), 60), f'{of_run} go on'
 
 
 def test_the_next_run_there_waits_for_the_upload_of_one_that_is_forgotten(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_small_tensors_go_to_the_thread_that_writes_in_batches(tmp_path, monkeyp
 
     monkeypatch.setattr(Writer, '_hand_over_batch', watched)
     plan = plan_of(*[10] * 150, 2**17, 10)
-    writer = Writer.start(pending_nbytes=2**20)
+    writer = Writer(pending_nbytes=2**20).start()
     writer.open(plan, tmp_path, writer.create(plan, tmp_path))
     for number, placement in enumerate(plan.placements):
         writer.write(Chunk(placement, memoryview(bytes([number]) * placement.nbytes)))

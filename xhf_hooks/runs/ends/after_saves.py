@@ -19,19 +19,29 @@ from xhf_hooks.runs.ends.upload import Uploads, start_uploads
 class AfterSaves:
     """The tasks that work on each committed save of one run.
 
+    Made by :meth:`start`.
+
     Attributes:
         uploads: None without ``upload_to``.
+        tasks: What an end waits for, in this order.
         results: What the command of ``on_saved`` printed (:attr:`.OnSaved.results`). The reader removes them.
     """
 
-    def __init__(self, options: RunOptions | CallOptions, log: LoggerAdapter) -> None:
-        self.uploads: Uploads | None = None
-        self.results: deque[tuple[Step, Mapping[str, float]]] = deque()
-        self._on_saved: OnSaved | None = None
-        self._options, self._log = options, log
+    def __init__(self, uploads: Uploads | None, on_saved: OnSaved | None) -> None:
+        self.uploads, self._on_saved = uploads, on_saved
+        self.tasks: list[EachSave] = [task for task in (uploads, on_saved) if task is not None]
+        self.results: deque[tuple[Step, Mapping[str, float]]] = deque() if on_saved is None else on_saved.results
 
-    def start(self, paths: Sequence[Path], collective: Collective, timestamp: str | None) -> list[EachSave]:
-        """Start the threads; returns the tasks. Runs on: all ranks.
+    @classmethod
+    def start(
+        cls,
+        options: RunOptions | CallOptions,
+        paths: Sequence[Path],
+        collective: Collective,
+        log: LoggerAdapter,
+        timestamp: str | None,
+    ) -> AfterSaves:
+        """Start the threads. Runs on: all ranks.
 
         Args:
             paths: The folders of saves; the first is that of the newest save.
@@ -40,18 +50,15 @@ class AfterSaves:
         Raises:
             AgreedError: An upload or a command cannot work.
         """
-        options, tasks = self._options, list[EachSave]()
+        uploads = on_saved = None
         if options.upload_to is not None:
             with collective.stage('preflight of upload_to'):
                 require_uploads_apart(options.upload_to, paths[0])
-            self.uploads = start_uploads(options, paths, collective, self._log, timestamp)
-            tasks.append(self.uploads)
+            uploads = start_uploads(options, paths, collective, log, timestamp)
         with collective.stage('preflight of on_saved'):
             if options.on_saved is not None and collective.rank == 0:
-                self._on_saved = OnSaved(options.on_saved, self._log).start()
-                self.results = self._on_saved.results
-                tasks.append(self._on_saved)
-        return tasks
+                on_saved = OnSaved(options.on_saved, log).start()
+        return cls(uploads, on_saved)
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:
         """Called on all ranks after each commit, in the thread that saves, before the next save to that target begins.
