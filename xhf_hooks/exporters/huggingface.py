@@ -131,9 +131,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         model_dtype = request.dtype if base is None else base.of_model
         own, replaced = self.own_tensors(request.specs)
         reference = self.find_reference(own, replace(request, dtype=model_dtype))
-        warnings = warn_of_arguments(
-            model_class(self._model), reference.arguments, reference.differences_without_arguments
-        )
+        warnings = warn_of_arguments(self.written_class, reference.arguments, reference.differences_without_arguments)
         answer, of_generation = self._ask_save(own, reference, model_dtype)
         warnings += of_generation
         warnings += hf_assets.warn_of_own_save(self.model_to_ask(reference.model), answer)
@@ -170,6 +168,11 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def is_outdated(self, export: HuggingFaceExport) -> bool:
         return export.fingerprint != self.fingerprint()
 
+    @property
+    def written_class(self) -> type[PreTrainedModel]:
+        """The class whose tensors are written, and that config.json names: that of the trained model, or another."""
+        return model_class(self._model)
+
     def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
         """The exported model's tensors by each of their names in it, in the order of its state dict.
 
@@ -198,7 +201,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             request: Its ``dtype`` is resolved: never AS_IN_BASE.
         """
         return find_reference(
-            model_class(self._model),
+            self.written_class,
             self.written_config(own, request),
             own,
             lambda config, arguments: self.build_reference(config, own, arguments),
@@ -222,11 +225,11 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
     ) -> PreTrainedModel:
         """The model that ``from_pretrained`` will build, on the meta device."""
-        kind = model_class(self._model)
+        kind = self.written_class
         try:
             return build_on_meta(kind, config, arguments)
         except Exception:  # of any type, from custom code
-            if kind.__module__.partition('.')[0] == 'transformers':
+            if kind is not model_class(self._model) or kind.__module__.partition('.')[0] == 'transformers':
                 raise
             # Custom code may want more than a config. Loading cannot be tried then, and check_loading() says so
             return copy_on_meta(self._model, config, {name: one.shape_and_dtype[0] for name, one in own.items()})
@@ -237,7 +240,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         Args:
             reference: The model that ``from_pretrained`` will build.
         """
-        return self._model
+        return self._model if self.written_class is model_class(self._model) else reference
 
     def for_older_readers(self, answer: SaveAnswer, reference: Reference) -> tuple[SaveAnswer, list[str]]:
         """See :func:`.hf_assets.for_older_readers`."""
@@ -269,7 +272,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         """
         kept: set[str] = set()
         if dtype != 'F32' and keeps_fp32(reference.model):
-            kind = self._class_that_loads(reference)
+            kind = self._class_that_loads
             try:
                 by_name = {entry.hf_name: entry for entry in entries}
                 wide = ask_load(kind, reference.config, by_name, TORCH_DTYPES[dtype], reference.arguments).fp32_names
@@ -285,7 +288,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
         export.warnings_of_base  # noqa: B018  # found here, before a save in the background asks for them
         reference, own = export.reference, export.own
-        kind = self._class_that_loads(reference)
+        kind = self._class_that_loads
         other_files = {entry.file_set.whole_file for entry in export.entries if entry.file_set != FileSet()}
         copied = {entry.hf_name for entry in export.entries if entry.copied_from is not None}
         # The class does not load what is copied
@@ -312,14 +315,13 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         comes_with_code = is_remote_code(self._model) or bool(getattr(export.config, 'auto_map', None))
         return [] if comes_with_code else needs_its_code(kind)
 
-    def _class_that_loads(self, reference: Reference) -> type[PreTrainedModel]:
-        """The class that config.json names: of transformers, or that of the trained model if it is custom code."""
+    @property
+    def _class_that_loads(self) -> type[PreTrainedModel]:
+        """The class by the name in config.json: of transformers, or the written one itself if it is custom code."""
         import transformers
 
-        of_model = model_class(reference.model)
-        if is_remote_code(self._model):
-            return of_model
-        return getattr(transformers, of_model.__name__, of_model)
+        kind = self.written_class
+        return kind if is_remote_code(self._model) else getattr(transformers, kind.__name__, kind)
 
     def write_hf_assets(
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]

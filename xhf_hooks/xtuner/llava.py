@@ -23,7 +23,6 @@ from xhf_hooks.exporters.base import CompositeExporter, ExportRequest
 from xhf_hooks.exporters.find_model import adapters_in, base_path, inactive_adapters, only_adapter
 from xhf_hooks.exporters.huggingface import HuggingFaceExport, HuggingFaceExporter
 from xhf_hooks.exporters.lora import ADAPTER_FOLDER, AdapterExporter
-from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.reference import Reference
 from xhf_hooks.exporters.traced import TracedTensor, computed
 from xhf_hooks.model import module_tensors
@@ -214,15 +213,11 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         reference.config.image_token_index = _rows_of(reference.config) - 2  # replaced when the tokenizer is known
         return reference
 
-    def build_reference(
-        self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
-    ) -> PreTrainedModel:
+    @property
+    def written_class(self) -> type[PreTrainedModel]:
         from transformers import LlavaForConditionalGeneration
 
-        return build_on_meta(LlavaForConditionalGeneration, config)
-
-    def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
-        return reference
+        return LlavaForConditionalGeneration
 
     def for_older_readers(self, answer: SaveAnswer, reference: Reference) -> tuple[SaveAnswer, list[str]]:
         # The llm was loaded, and knows the names in its files; the reference was not

@@ -126,6 +126,10 @@ class _HeadedExporter(HuggingFaceExporter):
         self._head = head_of(self._class)
         self._reward_token_id = reward_token_id
 
+    @property
+    def written_class(self) -> type[PreTrainedModel]:
+        return self._class
+
     def write_hf_assets(
         self, export: HuggingFaceExport, folder: Path, tokenizer: Any | None, eos_token_ids: Sequence[int]
     ) -> list[str]:
@@ -168,14 +172,6 @@ class _HeadedExporter(HuggingFaceExporter):
                 f'{self._class.__name__} needs a reward_token_id; set it in the config of the run or of its RewardModel'
             )
         return config
-
-    def build_reference(
-        self, config: PretrainedConfig, own: Mapping[str, TracedTensor], arguments: Mapping[str, Any] | None = None
-    ) -> PreTrainedModel:
-        return build_on_meta(self._class, config)
-
-    def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
-        return reference
 
 
 class _HeadedAdapterExporter(AdapterExporter):
