@@ -169,8 +169,6 @@ def prefixes_left_out(model: PreTrainedModel) -> dict[str, str]:
     Returns:
         The prefix by the path of the tower, without that of the base model; '' for a tower by itself.
     """
-    if not converts_weights():
-        return {}
     from transformers import core_model_loading
 
     change = getattr(core_model_loading, 'PrefixChange', ())  # the first of transformers 5 have none
@@ -213,8 +211,6 @@ def read_in_two_forms(model: PreTrainedModel, names: Iterable[str]) -> list[str]
     Args:
         names: The names in the files of what is saved as the model has it.
     """
-    if not converts_weights():
-        return []
     conversions = [
         one
         for one in _known_conversions(model)
@@ -224,12 +220,10 @@ def read_in_two_forms(model: PreTrainedModel, names: Iterable[str]) -> list[str]
 
 
 def without_legacy_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of tensors with the present words of transformers, for older ones that transformers 4 reads, too."""
-    found = {name: name for name in names}
-    if not converts_weights():
-        return found
+    """Names of tensors with the words of transformers 5, for older ones that transformers 4 reads, too."""
     from transformers import conversion_mapping
 
+    found = {name: name for name in names}
     for one in conversion_mapping.get_checkpoint_conversion_mapping('legacy') or ():
         found = {name: one.rename_source_key(present)[0] for name, present in found.items()}
     return found
@@ -272,7 +266,7 @@ def tell_unread(model_type: str, *, has_base: bool) -> list[str]:
         has_base: Whether the model started from files that are known.
     """
     kinds = _UNREAD_ALWAYS if has_base else {**_UNREAD_ALWAYS, **_UNREAD_IF_BUILT}
-    return [kinds[model_type]] if converts_weights() and model_type in kinds else []
+    return [kinds[model_type]] if model_type in kinds else []
 
 
 def load_as_from_file(load: Callable[..., Result], folder: Path, tensors: Mapping[str, torch.Tensor]) -> Result | None:

@@ -20,7 +20,6 @@ import torch
 from xhf_hooks.compat.deepspeed import restore_inherited_init
 from xhf_hooks.compat.transformers import converts_weights, load_as_from_file
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.hf_assets import write_config
 from xhf_hooks.exporters.loading_check import Problems, as_if_alone
 from xhf_hooks.exporters.on_meta import build_on_meta
 from xhf_hooks.exporters.traced import TracedTensor, traced
@@ -85,7 +84,7 @@ def ask_load(
     """
     with as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
         folder = Path(name)
-        write_config(folder, config)
+        config.save_pretrained(folder)
         try:
             read = type(config).from_pretrained(folder)
         except Exception as error:  # of any type, from custom code

@@ -211,11 +211,13 @@ def _renamed(
     Only transformers 5 renames what it saves. Not names that transformers 4 reads, too: without the prefix of the base
     model, or with older words.
     """
+    if not converts_weights():
+        return {}
     listed = [{one.hf_name for one in found} for found in (entries, in_base)]
     plain = without_legacy_names(set().union(*listed))
     plain = {name: found.removeprefix(f'{reference.base_model_prefix}.') for name, found in plain.items()}
     own, of_base = ({plain[name] for name in found} for found in listed)
-    if not converts_weights() or own <= of_base or of_base <= own:
+    if own <= of_base or of_base <= own:
         return {}
     try:
         loaded = [

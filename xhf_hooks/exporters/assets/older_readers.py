@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +71,7 @@ def older_tokenizer_files(
         saved: The files that the tokenizer itself saves.
         base_saved: Those that the base's tokenizer saves; None if there is none.
     """
-    import transformers
-
-    if not hasattr(transformers, 'TokenizersBackend'):  # transformers 4 writes what it reads
+    if not converts_weights():  # transformers 4 writes what it reads
         return [], []
     forms = [] if base_saved is None else [_in_words_of_base(tokenizer, saved, base_saved, base_model)]
     needed = json.loads(saved[TOKENIZER_CONFIG]).get('tokenizer_class')
@@ -174,13 +171,14 @@ def with_older_fields(
     Args:
         saved: What ``config`` itself saves.
     """
+    if not converts_weights():  # transformers 4 writes what it reads
+        return saved, []
     content = strict_json.parse(saved, 'config.json')
-    base = {} if base_model is None or not converts_weights() else base_model.read_json('config.json')
+    base = {} if base_model is None else base_model.read_json('config.json')
     if base.get('model_type') != content.get('model_type'):
         base = {}
     for name, part, fields in [*_parts('', config, content)]:
         fields.update(_read_alike(part, fields, _fields_below(name, base)))
-    for _, part, fields in [*_parts('', config, content)]:
         _name_experts(part, fields)
         _name_layers(part, fields)
     kind = str(content.get('model_type'))
@@ -208,22 +206,22 @@ def _read_alike(config: PretrainedConfig, fields: Mapping[str, Any], base: Mappi
     A field that is not written at all is one of them only if the class reads it, and makes the same of it as for the
     base: else training has changed that. Those of RoPE are left to :func:`_add_older_rope`.
     """
-    kept: dict[str, Any] = {}
     others = base.keys() - _NOT_KEPT - _ROPE_WORDS
-    differing = [key for key in others if key not in fields or fields[key] != base[key]]
-    try:
-        expected, of_base = (_as_read(config, one) for one in (fields, base) if differing)
-    except Exception:  # classes may be custom code, and refuse with any error; nothing differs
-        return kept
-    for key in sorted(differing):
-        with suppress(Exception):
-            is_alike = _as_read(config, {**fields, **kept, key: base[key]}) == expected
-            if is_alike and key not in fields:
-                without_it = _as_read(config, without(base, key))
-                made_of_it = {name for name, value in of_base.items() if without_it.get(name) != value}
-                is_alike = bool(made_of_it) and all(of_base[name] == expected.get(name) for name in made_of_it)
-            if is_alike and not isinstance(fields.get(key), dict):
-                kept[key] = base[key]
+    differing = sorted(key for key in others if key not in fields or fields[key] != base[key])
+    if not differing:
+        return {}
+    expected, of_base = _as_read(config, fields), _as_read(config, base)
+    if expected is None or of_base is None:
+        return {}
+    kept: dict[str, Any] = {}
+    for key in differing:
+        is_alike = _as_read(config, {**fields, **kept, key: base[key]}) == expected
+        if is_alike and key not in fields:
+            without_it = _as_read(config, without(base, key))
+            made_of_it = [] if without_it is None else [n for n, value in of_base.items() if without_it.get(n) != value]
+            is_alike = bool(made_of_it) and all(of_base[name] == expected.get(name) for name in made_of_it)
+        if is_alike and not isinstance(fields.get(key), dict):
+            kept[key] = base[key]
     return kept
 
 
@@ -241,9 +239,9 @@ def _name_layers(config: PretrainedConfig, fields: dict[str, Any]) -> None:
     renamed = [older.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else None
     if renamed in (None, kinds):
         return
-    with suppress(Exception):  # classes may be custom code, and refuse with any error
-        if _as_read(config, {**fields, 'layer_types': renamed}) == _as_read(config, fields):
-            fields['layer_types'] = renamed
+    expected = _as_read(config, fields)
+    if expected is not None and _as_read(config, {**fields, 'layer_types': renamed}) == expected:
+        fields['layer_types'] = renamed
 
 
 def _add_older_rope(config: PretrainedConfig, content: dict[str, Any], base: Mapping[str, Any]) -> list[str]:
@@ -318,17 +316,20 @@ def _scaling(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any
 
 def _is_proven(config: PretrainedConfig, fields: Mapping[str, Any], older: Mapping[str, Any]) -> bool:
     both = {**older, **fields}
-    try:
-        expected = _as_read(config, fields)
-        alone = _as_read(config, {name: value for name, value in both.items() if name != _ROPE})
-        return _as_read(config, both) == expected and alone[_ROPE] == expected[_ROPE]
-    except Exception:  # classes may be custom code, and refuse with any error
+    expected, alone = _as_read(config, fields), _as_read(config, without(both, _ROPE))
+    if expected is None or alone is None or _ROPE not in expected:
         return False
+    return _as_read(config, both) == expected and alone.get(_ROPE) == expected[_ROPE]
 
 
-def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that ``from_pretrained`` reads from them. It also decodes infinite numbers, which JSON lacks."""
-    with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
-        Path(folder, 'config.json').write_text(json.dumps(fields), encoding='utf-8')
-        read = type(config).from_pretrained(folder).to_dict()
-    return {name: value for name, value in read.items() if name != '_name_or_path'}
+def _as_read(config: PretrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config that ``from_pretrained`` reads from fields; None if its class refuses them.
+
+    It also decodes infinite numbers, which JSON lacks.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix='xhf_hooks_') as folder:
+            Path(folder, 'config.json').write_text(json.dumps(fields), encoding='utf-8')
+            return without(type(config).from_pretrained(folder).to_dict(), '_name_or_path')
+    except Exception:  # of any type, from custom code
+        return None
