@@ -27,9 +27,8 @@ from xhf_hooks.exporters.find_model import find_pretrained, pretrained_in, requi
 from xhf_hooks.exporters.loading_check import loading_not_checked, needs_its_code, require_none
 from xhf_hooks.exporters.lora_merge import Merge, merge_adapters
 from xhf_hooks.exporters.on_meta import build_on_meta, copy_on_meta
-from xhf_hooks.exporters.reference import Reference, find_reference
+from xhf_hooks.exporters.reference import TIE, Reference, find_reference
 from xhf_hooks.exporters.surroundings import Surroundings, ask_surroundings
-from xhf_hooks.exporters.ties import TIE
 from xhf_hooks.exporters.traced import TracedTensor, computed, traced
 from xhf_hooks.exporters.traced_entries import computing_nbytes, entries_of
 from xhf_hooks.format.dtypes import TORCH_DTYPES, cast_float, dtype_code

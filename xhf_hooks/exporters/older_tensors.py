@@ -19,7 +19,7 @@ from xhf_hooks.compat.transformers import (
 )
 from xhf_hooks.exporters.ask_save import SaveAnswer
 from xhf_hooks.exporters.assets.base_files import LocatedBase
-from xhf_hooks.exporters.ties import TIE
+from xhf_hooks.exporters.reference import TIE
 from xhf_hooks.format.loaded_files import CONFIG
 from xhf_hooks.format.text import counted, some
 from xhf_hooks.model import input_embedding, model_class, output_embedding, without_wrappers

@@ -7,20 +7,24 @@ and a copy of it is corrected. Or the class was given arguments that its config 
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.compat.transformers import ignored_keys, text_config
 from xhf_hooks.exporters.class_arguments import find_arguments
 from xhf_hooks.exporters.loading_check import Problems, differences, require_none
-from xhf_hooks.exporters.ties import TIE, are_embeddings_tied, matches, reads_tie
 from xhf_hooks.exporters.traced import TracedTensor
-from xhf_hooks.model import input_embedding, module_tensors
+from xhf_hooks.model import input_embedding, module_tensors, output_embedding
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+#: The field of configs that says whether input and output embeddings are one tensor.
+TIE = 'tie_word_embeddings'
 #: Builds the model of a config, with keyword arguments of its class besides the config, on the meta device.
 BuildModel = Callable[['PretrainedConfig', Mapping[str, Any]], 'PreTrainedModel']
 
@@ -109,10 +113,12 @@ def _require_no_difference(problems: Problems, what: str) -> None:
 
 def _misdescribed_tie(model: PreTrainedModel, own: Mapping[str, TracedTensor], may_untie: bool) -> bool | None:
     """Whether input and output embeddings are one tensor, if the config has to say so; None if it may stay."""
-    ties = are_embeddings_tied(model, own)
-    if ties is None:
+    embeddings = [input_embedding(model), output_embedding(model)]
+    names = [[name for name, tensor in module_tensors(model) if tensor is one and name in own] for one in embeddings]
+    if not all(names):  # the trained model does not have both
         return None
-    is_tied, is_tied_in_reference = ties
+    is_tied = len({id(own[name]) for name in (*names[0], *names[1])}) == 1
+    is_tied_in_reference = embeddings[0] is embeddings[1]
     # If a class ignores the field, the trained model and the built one are both untied, whatever the config claims, and
     # the config stays as it is
     return is_tied if is_tied != is_tied_in_reference or (may_untie and not is_tied) else None
@@ -144,14 +150,15 @@ def _corrected(config: PretrainedConfig, rows: int | None, is_tied: bool | None)
 def _can_describe_tie(config: PretrainedConfig, is_tied: bool, model: PreTrainedModel) -> bool:
     """Whether ``tie_word_embeddings`` of the config may be set to ``is_tied`` without another effect.
 
-    It may not if the class does more with that field (:func:`.reads_tie`), or if its config always says that there
-    is a tie. Then the config stays wrong, and both names are stored. If it denies a tie, the folder has the tensor
-    twice. If it claims one, transformers 5 sees that the values differ, and does not tie them.
+    It may not if a ``forward`` reads that field, as those of T5 and its kin, which scale the head's input if it is set;
+    or if its config always says that there is a tie. Then the config stays wrong, and both names are stored. If it
+    denies a tie, the folder has the tensor twice. If it claims one, transformers 5 sees that the values differ, and
+    does not tie them.
 
     Args:
         config: In which it is set.
     """
-    if reads_tie(model):
+    if any(TIE in _names_in(type(part).forward) for part in model.modules()):
         return False
     try:
         read = type(config).from_dict(config.to_dict())
@@ -160,13 +167,27 @@ def _can_describe_tie(config: PretrainedConfig, is_tied: bool, model: PreTrained
     return all(getattr(part, TIE, is_tied) == is_tied for part in (read, text_config(read)))
 
 
+def _names_in(function: Any) -> set[str]:
+    """The names of attributes and globals that a function reads, under its decorators and in functions within it."""
+    found: set[str] = set()
+    waiting = [getattr(inspect.unwrap(function), '__code__', None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+            waiting += code.co_consts
+    return found
+
+
 def _differences(model: PreTrainedModel, own: Mapping[str, TracedTensor]) -> Problems:
     """How the trained model differs from the built one, apart from names that the class declares to be optional."""
     problems = differences(
         {name: one.shape_and_dtype[0] for name, one in own.items()},
         {name: tuple(tensor.shape) for name, tensor in module_tensors(model)},
     )
-    may_lack, may_have = ignored_keys(model, 'load_missing'), ignored_keys(model, 'load_unexpected')
-    problems['missing'] = [name for name in problems['missing'] if not matches(may_lack, name)]
-    problems['unexpected'] = [name for name in problems['unexpected'] if not matches(may_have, name)]
+    for problem in ('missing', 'unexpected'):
+        optional = ignored_keys(model, f'load_{problem}')
+        problems[problem] = [
+            name for name in problems[problem] if not any(re.search(pattern, name) for pattern in optional)
+        ]
     return problems
