@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xhf_hooks.errors import BaseModelError, OptionError
 from xhf_hooks.exporters.assets.base_files import LocatedBase, find_base_folder
@@ -29,6 +29,8 @@ from xhf_hooks.system.library_settings import quiet
 if TYPE_CHECKING:
     from torch import nn
 
+    from xhf_hooks.exporters.base import Exporter
+
 #: Options of ``from_pretrained`` that say where a tokenizer is, and whether its code may run.
 _OF_LOADING = re.compile(
     r'type|pretrained_model_name_or_path|trust_remote_code|cache_dir|force_download|local_files_only|proxies|token'
@@ -36,21 +38,8 @@ _OF_LOADING = re.compile(
 )
 
 
-class ModelOfRun(Protocol):
-    """What is known of a model when its tokenizer is looked for; each exporter knows it."""
-
-    @property
-    def base_model(self) -> LocatedBase: ...
-    @property
-    def trusts_code(self) -> bool: ...
-    @property
-    def has_vocabulary(self) -> bool: ...
-    def base_tokenizer(self) -> Any | None: ...
-    def warn_of_revisions(self) -> list[str]: ...
-
-
 def find_tokenizer(
-    option: Any | None, of_the_run: Any | None, model: ModelOfRun, whole: nn.Module | None = None
+    option: Any | None, of_the_run: Any | None, exporter: Exporter, whole: nn.Module | None = None
 ) -> tuple[Any | None, list[str]]:
     """The tokenizer of the option, else of the run, else of the base model; and warnings.
 
@@ -69,8 +58,8 @@ def find_tokenizer(
     of_the_run = of_the_run if of_model is None else of_model
     found = of_the_run if option is None else option
     # If it is unknown which of several cached revisions of the base was loaded, base_tokenizer() gives none
-    warnings = model.warn_of_revisions()
-    where = base = f'the base model {model.base_model.name!r}' if model.base_model.name else 'a base model'
+    warnings = exporter.warn_of_revisions()
+    where = base = f'the base model {exporter.base_model.name!r}' if exporter.base_model.name else 'a base model'
     if isinstance(found, (str, Path)):
         folder = LocatedBase.locate(str(found))
         found, where = load_from_folder(folder, trust_remote_code=False), repr(folder.name)
@@ -84,13 +73,13 @@ def find_tokenizer(
         kind = f'{type(found).__module__}.{type(found).__qualname__}'
         warnings.append(f"the run's tokenizer is a {kind}, not one of transformers: it is not saved")
     if found is None or is_refused:
-        found = model.base_tokenizer()
+        found = exporter.base_tokenizer()
         if found is not None and is_refused:
             warnings.append(f'the tokenizer of {base} will be saved')
     elif kind_of_part(found):
         problem, where = f'that of the run is a {type(found).__name__}, and {base} has none', base
-        found = _with_parts_of_base(found, model)
-    if model.has_vocabulary and (found is None or kind_of_part(found)):
+        found = _with_parts_of_base(found, exporter)
+    if exporter.has_vocabulary and (found is None or kind_of_part(found)):
         warnings.append(f'no tokenizer will be saved: {problem}; set the option tokenizer')
     return found, warnings + _notes_on_copies(found, where)
 
@@ -122,7 +111,7 @@ def tokenizer_for_run(
 
 
 def find_tokenizer_of_checkpoint(
-    model: ModelOfRun,
+    exporter: Exporter,
     *,
     beside: Path | None,
     recipe: Any | None,
@@ -150,13 +139,13 @@ def find_tokenizer_of_checkpoint(
     Raises:
         BaseModelError: It cannot be loaded.
     """
-    bases = [*([LocatedBase.locate(base)] if base else []), model.base_model]
+    bases = [*([LocatedBase.locate(base)] if base else []), exporter.base_model]
     found: Any = None
     notes: list[str] = []
     if beside is not None:
         found, notes = _load_beside(beside, base, bases[0], trust_remote_code)
         if kind_of_part(found):
-            found = _with_parts_of_base(found, model)
+            found = _with_parts_of_base(found, exporter)
     options, lost = _plain_options(recipe if isinstance(recipe, Mapping) else {})
     if found is None and recipe is not None:
         found, folder, problem = _load_of_config(recipe, options, trust_remote_code)
@@ -173,7 +162,7 @@ def find_tokenizer_of_checkpoint(
             if found is not None and recipe is not None:
                 notes.append(f'the tokenizer of {each.name} is written')
             notes += _notes_on_copies(found, each.name)
-    if found is None or (kind_of_part(found) and model.has_vocabulary):
+    if found is None or (kind_of_part(found) and exporter.has_vocabulary):
         where, remedy = (f' in {base}', '') if base else ('', '; set --base to a folder with one')
         notes.append(f'no tokenizer was found{where}, so OUT has none{remedy}')
     saved = _with_added_tokens(found, newest_save, n_rows, trust_remote_code)
@@ -182,19 +171,19 @@ def find_tokenizer_of_checkpoint(
     return found, notes
 
 
-def _with_parts_of_base(part: Any, model: ModelOfRun) -> Any:
+def _with_parts_of_base(part: Any, exporter: Exporter) -> Any:
     """The base's processor with this part in place of its own; without a processor, the part and the base's tokenizer.
 
     The part alone if the base has no tokenizer.
     """
-    processor = load_processor(model.base_model, trust_remote_code=model.trusts_code)
+    processor = load_processor(exporter.base_model, trust_remote_code=exporter.trusts_code)
     if getattr(processor, 'tokenizer', None) is not None:
         for name, own in vars(processor).items():
             if kind_of_part(own) == kind_of_part(part):
                 processor = copy.copy(processor)
                 setattr(processor, name, part)
                 return processor
-    tokenizer = model.base_tokenizer()
+    tokenizer = exporter.base_tokenizer()
     return part if tokenizer is None else PartAndTokenizer(part, tokenizer)
 
 
