@@ -114,8 +114,10 @@ def ask_with_generation_config(
         return ask_save(model, tensors, config, None), []
     generation = copy.deepcopy(original)
     _restore_forced(generation, base_model)
+    with_sampling = copy.deepcopy(generation)
+    with_sampling.do_sample = True
     answer, problem = None, ''
-    for sampling in (generation, _with_sampling(generation)):
+    for sampling in (generation, with_sampling):
         try:
             answer = ask_save(model, tensors, config, sampling)
         except ModelError as error:
@@ -156,12 +158,6 @@ def warn_of_own_save(model: PreTrainedModel, answer: SaveAnswer) -> list[str]:
             f'({answer.problem}): files that it writes besides the weights may be missing'
         )
     return warnings
-
-
-def _with_sampling(generation: GenerationConfig) -> GenerationConfig:
-    sampling = copy.deepcopy(generation)
-    sampling.do_sample = True
-    return sampling
 
 
 def write(

@@ -36,8 +36,9 @@ def load_empty_adapter(
     Args:
         config: Is written to adapter_config.json, and read from there.
     """
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
+    tensors = {one.hf_name: torch.empty(one.shape, dtype=TORCH_DTYPES[one.dtype], device='meta') for one in placements}
     with as_if_alone(), tempfile.TemporaryDirectory(prefix='xhf_hooks_') as name:
         folder = Path(name)
         config.save_pretrained(folder)
@@ -45,24 +46,17 @@ def load_empty_adapter(
         read.init_lora_weights = False  # there are no weights to initialise or decompose
         with torch.device('meta'):
             model: PeftModel = get_peft_model(base, read)
-        return load_adapter_and_tell(model, _empty(placements))
-
-
-def load_adapter_and_tell(model: PeftModel, tensors: dict[str, torch.Tensor]) -> Problems:
-    """Load an adapter's tensors into a model that has such an adapter, and return what does not fit."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    problems = differences(_shapes(tensors), _shapes(wanted))
-    problems['unexpected'] = []  # found below
-    if not problems['of other shape']:  # which peft refuses
-        unexpected = set(set_peft_model_state_dict(model, tensors).unexpected_keys)
-        # With modules_to_save and resized embeddings, peft writes these under more names than it reads
-        written = get_peft_model_state_dict(model, save_embedding_layers=True).keys() if unexpected else ()
-        # peft 0.13 reports them below the trained copy of the module, whose adapter is get_peft_model's
-        problems['unexpected'] = sorted(
-            name for name in unexpected if name.replace('.modules_to_save.default.', '.') not in written
-        )
+        wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+        problems = differences(_shapes(tensors), _shapes(wanted))
+        problems['unexpected'] = []  # found below
+        if not problems['of other shape']:  # which peft refuses
+            unexpected = set(set_peft_model_state_dict(model, tensors).unexpected_keys)
+            # With modules_to_save and resized embeddings, peft writes these under more names than it reads
+            written = get_peft_model_state_dict(model, save_embedding_layers=True).keys() if unexpected else ()
+            # peft 0.13 reports them below the trained copy of the module, whose adapter is get_peft_model's
+            problems['unexpected'] = sorted(
+                name for name in unexpected if name.replace('.modules_to_save.default.', '.') not in written
+            )
     return problems
 
 
@@ -120,12 +114,6 @@ def as_if_alone() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
-
-
-def _empty(placements: Sequence[Placement | ExportEntry]) -> dict[str, torch.Tensor]:
-    return {
-        place.hf_name: torch.empty(place.shape, dtype=TORCH_DTYPES[place.dtype], device='meta') for place in placements
-    }
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

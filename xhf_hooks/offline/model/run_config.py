@@ -45,20 +45,12 @@ class RunConfig:
         model = self.fields.get('model')
         return model if isinstance(model, Mapping) and isinstance(model.get('type'), str) else {}
 
-    def fields_named(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """The path, as ``'model.llm.type'``, and the value of each field of the model with a name, at any depth."""
-        return _fields_named(self.fields.get('model'), names, 'model')
+    def parts_with(self, names: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+        """Each part of the model whose config has a field of one of these names, and the value of that field.
 
-    def field_at(self, path: Sequence[str]) -> Mapping[str, Any]:
-        """The config of a part of the model.
-
-        Args:
-            path: The names of the fields that lead to it; empty for the model itself.
+        The path of the part, such as ``'llm.'``, comes first; '' is the model itself. Then its config.
         """
-        found: Any = self.fields['model']
-        for name in path:
-            found = found[name]
-        return found
+        return _parts_with(self.fields.get('model'), names, '')
 
     @property
     def averages(self) -> bool:
@@ -78,11 +70,11 @@ def _is_named(config: Any, name: str) -> bool:
     return isinstance(kind, str) and kind.rpartition('.')[2] == name
 
 
-def _fields_named(config: Any, names: Collection[str], path: str) -> Iterator[tuple[str, Any]]:
+def _parts_with(config: Any, names: Collection[str], path: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
     for name, value in config.items() if isinstance(config, Mapping) else ():
         if name in names:
-            yield f'{path}.{name}', value
-        yield from _fields_named(value, names, f'{path}.{name}')
+            yield path, config, value
+        yield from _parts_with(value, names, f'{path}{name}.')
 
 
 def find_run_config(given: Path | None, in_checkpoint: str | None, checkpoint: Path) -> tuple[RunConfig, list[str]]:

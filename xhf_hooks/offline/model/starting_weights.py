@@ -42,9 +42,8 @@ def base_named_by(config: RunConfig, stored: Collection[str], save_of_run: Path 
         BaseModelError: The config names several that may be meant.
     """
     named = []
-    for path, value in config.fields_named(_OF_BASE):
-        part = '.'.join([*path.split('.')[1:-1], ''])
-        if isinstance(value, str) and any(name.startswith(part) for name in stored):
+    for path, _, value in config.parts_with(_OF_BASE):
+        if isinstance(value, str) and any(name.startswith(path) for name in stored):
             named.append(value)
     kind = None if save_of_run is None else _kind(save_of_run / CONFIG)
     found: dict[Path, str] = {}  # by folder, since several parts may name it
@@ -87,13 +86,12 @@ def checkpoints_loaded_over(config: RunConfig) -> list[LoadedOver]:
     With ``resume``, ``load_from`` is an earlier checkpoint of the run, whose own config names what that had loaded.
     """
     found = []
-    for path, value in config.fields_named(('pretrained_pth',)):
+    for path, part, value in config.parts_with(('pretrained_pth',)):
         if isinstance(value, (str, Unread)):
-            owner = path.split('.')[1:-1]
-            kind = config.field_at(owner).get('type')
+            kind = part.get('type')
             kind = getattr(kind, '__name__', str(kind)).rpartition('.')[2]  # a class, in the config of a live run
-            prefix = ''.join(f'{name}.' for name in owner)
-            found.append(LoadedOver(path, value, prefix, kind not in _LOAD_AFTER_ADAPTERS, rounds_to_fp16=True))
+            is_before = kind not in _LOAD_AFTER_ADAPTERS
+            found.append(LoadedOver(f'model.{path}pretrained_pth', value, path, is_before, rounds_to_fp16=True))
     source = config.fields.get('load_from')
     if not isinstance(source, (str, Unread)):
         return found
