@@ -9,13 +9,13 @@ attributes, but for configs.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,14 @@ from torch import nn
 
 from xhf_hooks.compat.transformers import record_conversions, recorded_conversions
 from xhf_hooks.errors import ModelError
-from xhf_hooks.exporters.on_meta import copy_modules, preserved_random_state, without_zero_init
+from xhf_hooks.exporters.loading_check import as_if_alone
+from xhf_hooks.exporters.on_meta import copy_modules
 from xhf_hooks.exporters.traced import TracedTensor, ValueStandIn, traced
 from xhf_hooks.format.index import INDEX_SUFFIX, SHARD_NAME, WEIGHTS_SUFFIX
 from xhf_hooks.format.loaded_files import WEIGHT_SUFFIXES
 from xhf_hooks.format.text import error_text, some
 from xhf_hooks.model import model_class
-from xhf_hooks.system.library_settings import as_the_only_process, quiet, replaced_in_this_thread
+from xhf_hooks.system.library_settings import as_the_only_process, replaced_in_this_thread
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -179,13 +180,9 @@ def _ask_once(save: Callable[..., object], model_copy: Any, options: Mapping[str
         folder = Path(temporary).resolve()
         # transformers looks for wrappers, of which the copy has none, and imports DeepSpeed for that: it takes seconds
         unwrapping = replaced_in_this_thread(modeling_utils, {'unwrap_model': lambda model, **options: model})
-        settings = (quiet(), without_zero_init(), preserved_random_state(), as_the_only_process(), unwrapping)
-        with contextlib.ExitStack() as stack:
-            for setting in settings:
-                stack.enter_context(setting)
-            stack.enter_context(warnings.catch_warnings(record=True))
+        recorded = warnings.catch_warnings(record=True)
+        with as_if_alone(), as_the_only_process(), unwrapping, recorded, _files_noted(model_copy, folder) as noted:
             warnings.simplefilter('always')  # transformers treats warnings about a generation config as errors
-            noted = stack.enter_context(_files_noted(model_copy, folder))
             save(model_copy, str(folder), **options)
         paths = sorted(path for path in folder.rglob('*') if path.is_file())
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -253,7 +250,7 @@ def _is_of_quantizer(conversion: Any) -> bool:
     return any(hasattr(operation, 'hf_quantizer') for operation in getattr(conversion, 'operations', ()))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _files_noted(model_copy: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
     """Inside, functions that write weights of the copy into the folder note, by path, what they are given.
 
