@@ -128,7 +128,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         base = base_dtypes(self.base_model) if request.dtype == AS_IN_BASE else None
         # The dtype of the model as a whole, which config.json names; single tensors may have another one (below)
         model_dtype = request.dtype if base is None else base.of_model
-        own, replaced = self.own_tensors(request.specs)
+        own = self.own_tensors(request.specs)
         reference = self.find_reference(own, replace(request, dtype=model_dtype))
         warnings = warn_of_arguments(self.written_class, reference.arguments, reference.differences_without_arguments)
         answer, of_generation = self._ask_save(own, reference, model_dtype)
@@ -147,7 +147,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         surroundings = ask_surroundings(request, self._path, names_read_by(entries))
         return HuggingFaceExport(
             entries=(*entries, *copied, *surroundings.entries),
-            combine_nbytes=computing_nbytes(entries, replaced),
+            combine_nbytes=computing_nbytes(entries, own.values()),
             n_parameters=reference.model.num_parameters() if _writes_n_parameters() else None,
             reference=reference,
             own=own,
@@ -172,11 +172,10 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         """The class whose tensors are written, and that config.json names: that of the trained model, or another."""
         return model_class(self._model)
 
-    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> dict[str, TracedTensor]:
         """The exported model's tensors by each of their names in it, in the order of its state dict.
 
-        Each is made of tensors of the source, and tied ones are one object. Also the names of those tensors of the
-        source in whose place something is computed, such as a merged weight.
+        Each is made of tensors of the source, and tied ones are one object.
         """
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
@@ -190,8 +189,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
             if merge not in merged:  # tied names have the same one
                 shape, dtype = sources[merge.base].shape_and_dtype
                 merged[merge] = computed(shape, dtype, merge, {read: sources[read] for read in merge.reads})
-        tensors = {name: merged[merges[name]] if name in merges else sources[spec.name] for name, spec in own.items()}
-        return tensors, {merge.base for merge in merged}
+        return {name: merged[merges[name]] if name in merges else sources[spec.name] for name, spec in own.items()}
 
     def find_reference(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Reference:
         """The model that ``from_pretrained`` will build, and the config of it.

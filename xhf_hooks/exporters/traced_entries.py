@@ -7,7 +7,7 @@ the model -> name in the source (what the exporter does: a merged adapter, a res
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -80,15 +80,16 @@ def _file_set(file: str) -> FileSet:
     return FileSet(folder, path.name.removesuffix(WEIGHTS_SUFFIX), may_split=False)
 
 
-def computing_nbytes(entries: Sequence[ExportEntry], replaced: Collection[str]) -> int:
+def computing_nbytes(entries: Sequence[ExportEntry], tensors: Iterable[TracedTensor]) -> int:
     """Peak memory for outputs that are computed together: some are cut out of computed tensors as copies.
 
     Args:
-        replaced: Names of the source tensors in whose place something is computed, such as a merged weight.
+        tensors: Made of tensors of the source. Those that are no range of one, such as a merged weight, are computed.
     """
+    computed_of = {name for one in tensors if one.element_range is None for name in one.sources}
     together: dict[int, list[ExportEntry]] = {}
     for entry in entries:
-        if entry.combine is not None and not set(replaced).isdisjoint(entry.reads):
+        if entry.combine is not None and not computed_of.isdisjoint(entry.reads):
             together.setdefault(id(entry.combine), []).append(entry)
     return max(map(_combine_nbytes, together.values()), default=0)
 

@@ -149,22 +149,18 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
             raise ModelError(f"LlavaForConditionalGeneration has {expected}; set llava_format to 'xtuner'")
         self._select_layer = getattr(model, 'visual_select_layer', -2)
 
-    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> dict[str, TracedTensor]:
         """The names of LlavaForConditionalGeneration, with resized embeddings."""
         prefixes = _prefixes(self._model)
         named: dict[str, TracedTensor] = {}
-        all_replaced: set[str] = set()
         for part, exporter in self._parts.items():
-            own, replaced = exporter.own_tensors(specs)
-            if part == 'llm':
-                own, widened = self._with_new_rows(own)
-                replaced |= widened
+            own = exporter.own_tensors(specs)
+            own = self._with_new_rows(own) if part == 'llm' else own
             named.update((_renamed(name, prefixes[part]), tensor) for name, tensor in own.items())
-            all_replaced |= replaced
-        return named, all_replaced
+        return named
 
-    def _with_new_rows(self, own: Mapping[str, TracedTensor]) -> tuple[dict[str, TracedTensor], set[str]]:
-        """The llm's tensors with as many rows of embeddings as the tokens need, and the sources of those that grew.
+    def _with_new_rows(self, own: dict[str, TracedTensor]) -> dict[str, TracedTensor]:
+        """The llm's tensors with as many rows of embeddings as the tokens need.
 
         As in XTuner, rows are added up to a multiple of 64 if the tokens do not fit. (XTuner adds one row too few if
         the first of the two tokens gets the last row.)
@@ -177,15 +173,14 @@ class _LlavaHuggingFaceExporter(HuggingFaceExporter):
         tokenizer = self.base_tokenizer()
         needed = rows + 2 if not hasattr(tokenizer, 'add_tokens') else max(_with_image_token(tokenizer)[1:]) + 1
         if needed <= rows:
-            return dict(own), set()
+            return own
         wanted = -(-needed // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
         grown: dict[int, TracedTensor] = {}
         for tensor in (own[name] for name in names):
             if id(tensor) not in grown:  # a tied tensor is resized once
                 shape, dtype = tensor.shape_and_dtype
                 grown[id(tensor)] = computed((wanted, *shape[1:]), dtype, _with_mean_rows, tensor, wanted)
-        replaced = {own[name].sources[0] for name in names}
-        return {name: grown.get(id(tensor), tensor) for name, tensor in own.items()}, replaced
+        return {name: grown.get(id(tensor), tensor) for name, tensor in own.items()}
 
     def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> LlavaConfig:
         from transformers import LlavaConfig

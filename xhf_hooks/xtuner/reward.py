@@ -140,15 +140,14 @@ class _HeadedExporter(HuggingFaceExporter):
             )
         return warnings
 
-    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
-        of_backbone, replaced = super().own_tensors(specs)
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> dict[str, TracedTensor]:
         prefix = self._class.base_model_prefix
-        own = {f'{prefix}.{name}': one for name, one in of_backbone.items()}
+        own = {f'{prefix}.{name}': one for name, one in super().own_tensors(specs).items()}
         own.update(
             (f'{self._head}.{name}', traced(spec.name, spec.shape, TORCH_DTYPES[spec.dtype]))
             for name, spec in specs_below(HEAD, specs).items()
         )
-        return own, replaced
+        return own
 
     def written_config(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> PretrainedConfig:
         config = super().written_config(own, request)

@@ -73,12 +73,11 @@ class ShardedMoeExporter(HuggingFaceExporter):
     def model_to_ask(self, reference: PreTrainedModel) -> PreTrainedModel:
         return reference
 
-    def own_tensors(self, specs: Sequence[TensorSpec]) -> tuple[dict[str, TracedTensor], set[str]]:
+    def own_tensors(self, specs: Sequence[TensorSpec]) -> dict[str, TracedTensor]:
         """The official names: each part of an expert is a range of the fused tensor."""
-        fused_too, replaced = super().own_tensors(specs)
         own: dict[str, TracedTensor] = {}
         gate, up, down = self._parts
-        for name, tensor in fused_too.items():
+        for name, tensor in super().own_tensors(specs).items():
             fused = _FUSED.fullmatch(name)
             if fused is None:
                 own[name] = tensor
@@ -89,7 +88,7 @@ class ShardedMoeExporter(HuggingFaceExporter):
             for i in range(n_experts):
                 expert = f'{fused["experts"]}.{int(fused["shard"]) * n_experts + i}'
                 own.update((f'{expert}.{part}.weight', views[i, which]) for which, part in enumerate(parts))
-        return own, replaced
+        return own
 
 
 def is_sharded_moe(model: nn.Module) -> bool:

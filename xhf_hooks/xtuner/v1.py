@@ -20,7 +20,7 @@ from xhf_hooks.errors import ModelError, OptionError
 from xhf_hooks.exporters.ask_load import ask_load
 from xhf_hooks.exporters.assets.base_files import LocatedBase, base_of
 from xhf_hooks.exporters.assets.write_tokenizer import write_tokenizer
-from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, names_read_by, specs_below
+from xhf_hooks.exporters.base import Export, Exporter, ExportRequest, specs_below
 from xhf_hooks.exporters.hf_assets import compare_vocabulary
 from xhf_hooks.exporters.loading_check import loading_not_checked, require_none
 from xhf_hooks.exporters.traced import TracedTensor, traced
@@ -83,11 +83,10 @@ class XtunerV1Exporter(Exporter[XtunerV1Export]):
             for name, one in _made_by(part, below, own).items():
                 made.setdefault(name, one)  # of tensors with one name, V1 writes the first: tied ones
         entries = entries_of({WEIGHTS_NAME: made}, own)
-        computed = names_read_by(one for one in entries if one.combine and one.source_offset is None)
         embeddings = [one for one in entries if one.hf_name.endswith('embed_tokens.weight')]
         return XtunerV1Export(
             entries=tuple(entries),
-            combine_nbytes=computing_nbytes(entries, computed),
+            combine_nbytes=computing_nbytes(entries, made.values()),
             embedding_rows=embeddings[0].shape[0] if embeddings else None,
         )
 
