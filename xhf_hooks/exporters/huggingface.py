@@ -179,17 +179,18 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         """
         found = specs_below(self._path, specs)
         order = {name: i for i, (name, _) in enumerate(module_tensors(self._model))}
-        own = dict(sorted(found.items(), key=lambda item: order[item[0]]))
-        merges: Mapping[str, Merge] = {}
+        live = dict(sorted(found.items(), key=lambda item: order[item[0]]))
+        own: Mapping[str, TensorSpec | Merge] = live
         if self._adapters:
-            own, merges = merge_adapters(self._model, self._adapters, own)
+            own = merge_adapters(self._model, self._adapters, live)
         sources = {spec.name: traced(spec.name, spec.shape, TORCH_DTYPES[spec.dtype]) for spec in found.values()}
-        merged: dict[Merge, TracedTensor] = {}
-        for merge in merges.values():
-            if merge not in merged:  # tied names have the same one
-                shape, dtype = sources[merge.base].shape_and_dtype
-                merged[merge] = computed(shape, dtype, merge, {read: sources[read] for read in merge.reads})
-        return {name: merged[merges[name]] if name in merges else sources[spec.name] for name, spec in own.items()}
+
+        @cache  # tied names have the same merge
+        def merged(merge: Merge) -> TracedTensor:
+            shape, dtype = sources[merge.base].shape_and_dtype
+            return computed(shape, dtype, merge, {read: sources[read] for read in merge.reads})
+
+        return {n: sources[one.name] if isinstance(one, TensorSpec) else merged(one) for n, one in own.items()}
 
     def find_reference(self, own: Mapping[str, TracedTensor], request: ExportRequest) -> Reference:
         """The model that ``from_pretrained`` will build, and the config of it.

@@ -139,8 +139,8 @@ Merge = WeightMerge | BiasMerge | RowsMerge
 
 def merge_adapters(
     model: nn.Module, adapters: Mapping[str, PeftModel], own: Mapping[str, TensorSpec]
-) -> tuple[dict[str, TensorSpec], dict[str, Merge]]:
-    """The tensors of the merged model, with trained copies in place of what they replace; and merges. Both by name.
+) -> dict[str, TensorSpec | Merge]:
+    """The tensors of the merged model by name, with trained copies and merges in place of what they replace.
 
     Names that are tied to an adapted one have a merge only if they are adapted, too: then values differ, and the names
     are no longer tied. (``merge_and_unload`` changes the shared weight, so that both names get the sum.)
@@ -187,9 +187,7 @@ def merge_adapters(
             kept_below[path] = f'{path}.{_copy_in_use(module) or "original_module"}'
         elif isinstance(module, (BaseTunerLayer, auxiliary)):
             raise _unknown(path, module)
-    renamed = dict(_stripped(own, kept_below))
-    by_name = {name: merges[own_name] for name, own_name in renamed.items() if own_name in merges}
-    return {name: own[own_name] for name, own_name in renamed.items()}, by_name
+    return {name: merges.get(own_name, own[own_name]) for name, own_name in _stripped(own, kept_below)}
 
 
 def _kinds_of_trainable_tokens() -> tuple[type, ...]:
