@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,11 @@ class SaveAnswer:
     files: Mapping[str, bytes] = field(default_factory=dict)
     not_saved: tuple[str, ...] = ()
     problem: str | None = None
+
+    @cached_property
+    def written_names(self) -> set[str]:
+        """Names in the model of what the files have: not those of which another tied name is there."""
+        return {name for tensors in self.weights.values() for one in tensors.values() for name in one.sources}
 
 
 def has_own_save(model: nn.Module) -> bool:

@@ -74,11 +74,6 @@ class HuggingFaceExport(Export):
         return self.reference.config
 
     @cached_property
-    def written_names(self) -> set[str]:
-        """Names of ``own`` that the files have: not those of which another tied name is there."""
-        return {name for tensors in self.answer.weights.values() for one in tensors.values() for name in one.sources}
-
-    @cached_property
     def rows(self) -> tuple[int | None, int | None]:
         """Rows of the token embeddings and of the language-modelling head; None for what the model does not have."""
         head = output_embedding(self.reference.model)
@@ -285,7 +280,7 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
 
     def check_loading(self, export: HuggingFaceExport, placements: Sequence[Placement]) -> list[str]:
         export.warnings_of_base  # noqa: B018  # found here, before a save in the background asks for them
-        reference, own = export.reference, export.own
+        reference, own, written_names = export.reference, export.own, export.answer.written_names
         kind = self._class_that_loads
         other_files = {entry.file_set.whole_file for entry in export.entries if entry.file_set != FileSet()}
         copied = {entry.hf_name for entry in export.entries if entry.copied_from is not None}
@@ -298,12 +293,12 @@ class HuggingFaceExporter(Exporter[HuggingFaceExport]):
         except Exception as error:  # of any type, from custom code; or accelerate is missing, which loading needs
             return [loading_not_checked(kind, error)]
         problems = dict(loaded.problems)
-        written = {id(own[name]) for name in export.written_names}
+        written = {id(own[name]) for name in written_names}
         for _, names in names_by_identity(loaded.model):
             known = [name for name in names if name in own]
             if len({id(own[name]) for name in known}) > 1:
                 problems.setdefault('tied, but trained apart', []).append(' and '.join(known))
-            elif export.written_names.isdisjoint(known) and any(id(own[name]) in written for name in known):
+            elif written_names.isdisjoint(known) and any(id(own[name]) in written for name in known):
                 # None of its names is in the files, and loading ties it to no tensor that is. A class may leave out
                 # what it does not need: then nothing that is tied to it is written, either
                 problems.setdefault('not tied to what is saved', []).append(known[0])

@@ -8,8 +8,7 @@ exporters/assets/older_readers.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xhf_hooks.compat.transformers import (
     converts_weights,
@@ -59,24 +58,17 @@ def warn_of_older_tensors(
                 f'{counted(len(two), "tensor")} of the save ({some(two)}) {"has" if len(two) == 1 else "have"} the '
                 f'shape that transformers 5 gives {name}, which transformers 4 cannot read: it has them transposed'
             )
-    written = {name for tensors in answer.weights.values() for one in tensors.values() for name in one.sources}
-    return warnings + _warn_of_tie(json.loads(answer.files[CONFIG]), model, config, written)
+    return warnings + _warn_of_tie(model, config, answer)
 
 
-def _warn_of_tie(
-    content: Mapping[str, Any], model: PreTrainedModel, config: PretrainedConfig, written: Collection[str]
-) -> list[str]:
+def _warn_of_tie(model: PreTrainedModel, config: PretrainedConfig, answer: SaveAnswer) -> list[str]:
     """A warning if the text model's config says something else of the head than what is written.
 
     transformers 4 goes by the former (``get_text_config`` in ``tie_weights`` of ``modeling_utils.py`` of 4.57),
     transformers 5 by the config of the model that has the head.
-
-    Args:
-        content: That of config.json.
-        written: Names in the model of the tensors that are written.
     """
-    text = text_config(config)
-    part = '' if text is config else next((key for key, value in vars(config).items() if value is text), None)
+    content, written, text = json.loads(answer.files[CONFIG]), answer.written_names, text_config(config)
+    part = next((key for key, value in vars(config).items() if value is text), '')
     fields = content.get(part) if part else content
     older = fields.get(TIE) if isinstance(fields, dict) else None
     head, embedding = (_path_of(model, name) for name in ('get_output_embeddings', 'get_input_embeddings'))
