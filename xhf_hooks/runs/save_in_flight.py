@@ -37,6 +37,9 @@ class SaveInFlight:
             error = raised
         with contextlib.suppress(Exception):  # of any type: so does the next save, for this thread
             self.report_outcome(made, error)
+        # They may hold the copy, and the model: freed now, while an end of the process still waits for this thread.
+        # Later, the interpreter would end the thread in torch's code, which aborts the process
+        del self.make, self.report_outcome
         if made is not None:
             self.outcome.set_result(made)
         else:

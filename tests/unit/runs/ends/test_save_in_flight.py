@@ -65,6 +65,16 @@ def test_nothing_is_kept_in_memory(saves):
         time.sleep(0.01)
 
 
+def test_what_a_save_held_is_freed_while_an_end_still_waits(saves):
+    """Else 3 of 48 processes that ended after ``save_hf(..., async_save=True)`` aborted, on a busy machine."""
+    model, may_end, left = threading.Event(), threading.Event(), []
+    weakref.finalize(model, lambda: left.append(saves.left()))
+    saves.begin(partial(lambda held: may_end.wait(HANG_SECS), model))
+    del model
+    may_end.set()
+    assert saves.wait(HANG_SECS) and left == [['iter_1']]
+
+
 def test_a_handler_that_interrupts_the_wait_may_wait(saves):
     """With Thread.join it hung about once in a hundred kills: the handler waited for a lock of what it interrupted."""
     late = []
