@@ -44,7 +44,7 @@ _make_env() {
     # In variables, so that the lock file also applies to the tools that build packages. pip's own variables and
     # configuration (indexes, proxies, certificates) work as usual
     local -x PIP_CONSTRAINT="${PIP_CONSTRAINT-} $lock" PIP_BUILD_CONSTRAINT="${PIP_BUILD_CONSTRAINT-} $lock"
-    # Python compiles modules when they are first imported (use_env): pip would take as long for all of them as for the rest
+    # Python compiles what is imported (use_env); for pip, compiling all modules takes as long as the rest
     local torch pip=("$dir/bin/python" -m pip install -q --no-compile)
     # First and by name: pip then takes a CPU build if its indexes have one
     torch=$(grep -hom1 '^torch==[^ ;]*' "${files[@]}" | head -n1)
