@@ -186,7 +186,7 @@ def _choose_owners(
     """
     if share_files and len(files) < n_writers:
         nbytes = [sum(placement.nbytes for placement in group.placements) for group in groups]
-        pairs = zip(groups, _balanced(nbytes, range(n_writers)), strict=True)
+        pairs = zip(groups, balanced(nbytes, range(n_writers)), strict=True)
         return {placement: owner for group, owner in pairs for placement in group.placements}
     to_write = {file.name: 0 for file in files}
     for placement in (placement for group in groups for placement in group.placements):
@@ -195,13 +195,13 @@ def _choose_owners(
     # Spread owners over the hosts: ranks on one host share its network and memory
     ranks = [number * n_writers // n_owners for number in range(n_owners)]
     largest_first = sorted(to_write, key=to_write.__getitem__, reverse=True)
-    owners = _balanced([to_write[name] for name in largest_first], ranks)
+    owners = balanced([to_write[name] for name in largest_first], ranks)
     owner_of_file = dict(zip(largest_first, owners, strict=True))
     return {placement: owner_of_file[placement.file] for group in groups for placement in group.placements}
 
 
-def _balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
-    """Assign each item to the rank that has the fewest bytes so far."""
+def balanced(nbytes: Iterable[int], ranks: Sequence[int]) -> list[int]:
+    """The rank of each item, which is the one that has the fewest bytes so far."""
     loads = [(0, rank) for rank in ranks]
     owners = []
     for more in nbytes:

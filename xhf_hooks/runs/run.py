@@ -135,9 +135,7 @@ class Run:
             for target in targets:
                 end.add_task(target.siblings.deletion)
             paths = [target.path for target in targets]
-            after_saves = AfterSaves.start(options, paths, collective, log, info.timestamp)
-            for task in after_saves.tasks:
-                end.add_task(task)
+            after_saves = AfterSaves.start(options, paths, collective, log, info.timestamp, end.add_task)
             preflight(context, targets, after_saves.uploads, info)
             run = cls(context, newest, extra_targets, options, end, after_saves, on_committed, on_result)
             end.listen()

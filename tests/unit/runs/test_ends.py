@@ -296,6 +296,15 @@ def test_a_run_that_is_forgotten_is_freed(what, tmp_path, monkeypatch):
     assert wait_until(lambda: not any(thread.is_alive() for thread in of_run), 60), f'{of_run} go on'
 
 
+def test_a_run_that_does_not_begin_leaves_no_thread(tmp_path):
+    """Uploads had begun when the program of ``on_saved`` was not found. A notebook goes on."""
+    before = {*threading.enumerate()}
+    with pytest.raises(AgreedError, match='no_such_program'):
+        Frontend().begin(tmp_path / 'hf_model', upload_to=(tmp_path / 'stored').as_uri(), on_saved=['no_such_program'])
+    names = lambda: [each.name for each in threading.enumerate() if each not in before]  # noqa: E731
+    assert wait_until(lambda: 'xhf-uploads' not in names(), 60), names()
+
+
 def test_the_next_run_there_waits_for_the_upload_of_one_that_is_forgotten(tmp_path, monkeypatch):
     """A sweep, whose first training has raised."""
     may_send, send, url = threading.Event(), Store.put_file, (tmp_path / 'stored').as_uri()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import LoggerAdapter
 from pathlib import Path
 
@@ -23,13 +23,11 @@ class AfterSaves:
 
     Attributes:
         uploads: None without ``upload_to``.
-        tasks: What an end waits for, in this order.
         results: What the command of ``on_saved`` printed (:attr:`.OnSaved.results`). The reader removes them.
     """
 
     def __init__(self, uploads: Uploads | None, on_saved: OnSaved | None) -> None:
         self.uploads, self._on_saved = uploads, on_saved
-        self.tasks: list[EachSave] = [task for task in (uploads, on_saved) if task is not None]
         self.results: deque[tuple[Step, Mapping[str, float]]] = deque() if on_saved is None else on_saved.results
 
     @classmethod
@@ -40,12 +38,15 @@ class AfterSaves:
         collective: Collective,
         log: LoggerAdapter,
         timestamp: str | None,
+        add_task: Callable[[EachSave], None],
     ) -> AfterSaves:
         """Start the threads. Runs on: all ranks.
 
         Args:
             paths: The folders of saves; the first is that of the newest save.
             timestamp: When the run began, for the name of its uploads; None: it begins now.
+            add_task: Called with each task that was started, also if the next one cannot start: an end waits for it,
+                and closes it.
 
         Raises:
             AgreedError: An upload or a command cannot work.
@@ -55,9 +56,11 @@ class AfterSaves:
             with collective.stage('preflight of upload_to'):
                 require_uploads_apart(options.upload_to, paths[0])
             uploads = start_uploads(options, paths, collective, log, timestamp)
+            add_task(uploads)
         with collective.stage('preflight of on_saved'):
             if options.on_saved is not None and collective.rank == 0:
                 on_saved = OnSaved(options.on_saved, log).start()
+                add_task(on_saved)
         return cls(uploads, on_saved)
 
     def handle_commit(self, target: CheckpointFolder, step: Step, collective: Collective) -> None:

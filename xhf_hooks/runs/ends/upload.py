@@ -20,6 +20,7 @@ from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.places.hub_bucket import is_bucket_url
 from xhf_hooks.places.retention import Retention
 from xhf_hooks.places.store import StoredSaves, run_prefix, send_file
+from xhf_hooks.planning.planner import balanced
 from xhf_hooks.planning.types import Step
 from xhf_hooks.ranks.collective import Collective
 from xhf_hooks.ranks.rendezvous import find_store, store_has
@@ -226,7 +227,9 @@ class Uploads(EachSave):
             super()._drop(job, why)
 
     def _share(self, manifest: Manifest) -> list[str]:
-        return _largest_first(manifest)[self._rank :: self._n_ranks]
+        names = _largest_first(manifest)
+        owners = balanced([manifest.files[name].nbytes for name in names], range(self._n_ranks))
+        return [name for name, owner in zip(names, owners, strict=True) if owner == self._rank]
 
     def _send(self, saves: StoredSaves, job: SaveJob, prefix: str, manifest: Manifest, names: Sequence[str]) -> None:
         for name in names:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -119,3 +120,12 @@ def test_what_rank_0_never_begins_is_not_waited_for_elsewhere(ranks, caplog):
     assert ranks.ranks[0].wait(HANG_SECS) and ranks.ranks[1].wait(HANG_SECS)
     ranks.ranks[1].close()
     assert 'of a test' in said_by(caplog, 0)[0] and said_by(caplog, 1) == []
+
+
+def test_ranks_share_the_bytes_of_a_save():
+    """Also where few files, such as those of an embedding and a head, are larger than the others."""
+    sizes = [123, 123, *[52] * 9, 8]
+    manifest = SimpleNamespace(files={f'{i:02}': SimpleNamespace(nbytes=nbytes) for i, nbytes in enumerate(sizes)})
+    shares = [Uploads({}, logging.getLogger(), rank=rank, n_ranks=4)._share(manifest) for rank in range(4)]
+    assert sorted(name for share in shares for name in share) == sorted(manifest.files)
+    assert [sum(manifest.files[name].nbytes for name in share) for share in shares] == [175, 175, 208, 164]
