@@ -10,6 +10,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.helpers.checks.golden import minor_version, read_answers
+from tests.helpers.models.golden_cases import OF_XTUNER
+
 REQUIREMENTS = Path(__file__).parents[2] / 'requirements'
 STACKS = {
     'modern': ['modern.txt', 'test.txt', 'docs.txt'],
@@ -80,6 +83,15 @@ def test_the_versions_on_the_page_of_xtuner_were_run():
     row_of_xtuner = r'(?m)^\| 0\.[\d.]+ \| ([\d.]+) \| ([\d.]+) \| 3\.\d+ \|'
     shown = re.findall(row_of_xtuner, (docs / 'xtuner.md').read_text(encoding='utf-8'))
     assert len(shown) >= 7 and {(torch, transformers) for transformers, torch in shown} <= run
+
+
+def test_both_sets_of_xtuner_have_answers_of_its_classes():
+    """CI runs one of the two sets, so that a run of the other one must not be the first to miss them."""
+    answers, cases = read_answers(), {}
+    for stack in ('xtuner', 'xtuner-0.1'):
+        (version,) = pins(f'{stack}.txt')['transformers']
+        cases[stack] = {name for name in answers[minor_version(version)] if name.startswith(OF_XTUNER)}
+    assert cases['xtuner'] == cases['xtuner-0.1'] != set(), 'python tools/golden_answers.py --record xtuner'
 
 
 def test_what_the_matrix_leaves_out_exists():
