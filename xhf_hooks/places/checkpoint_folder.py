@@ -38,6 +38,7 @@ from xhf_hooks.files.manifest import (
     parse_manifest,
     read_manifest,
 )
+from xhf_hooks.format.checksum import crc32
 from xhf_hooks.format.index import MANIFEST_NAME
 from xhf_hooks.format.safetensors import check_file
 from xhf_hooks.format.text import size_text
@@ -95,6 +96,7 @@ class CheckpointFolder:
     Attributes:
         staging: The folder of the save that is being written; None when there is none.
         siblings: Older saves, and temporary folders.
+        manifest_checksums: CRC-32 of the manifests of its saves.
         lock: Held from :meth:`lock_and_recover` to :meth:`unlock`.
         is_for_save_hf: Made by ``save_hf``, where each save is a separate call. Then a commit waits until older saves
             are deleted.
@@ -118,6 +120,7 @@ class CheckpointFolder:
         self.siblings = SiblingFolders(path, warn)
         self._deletions = [self.siblings.deletion]  # those of all targets of the run: they may share a disk
         self.staging: Path | None = None
+        self.manifest_checksums: set[int] = set()
         self._staged_inode = 0
         self._is_resumed = is_resumed
         self._last: CommitRecord | None = None  # of the last commit
@@ -235,6 +238,7 @@ class CheckpointFolder:
         fsync(part)
         os.replace(part, staging / MANIFEST_NAME)
         fsync(staging)
+        self.manifest_checksums.add(crc32(manifest))  # before the rename, which may raise after it took effect
         self._publish(staging, commit, occupant)
         if self.is_for_save_hf:  # after the call, the user's code may delete the folder, or end the process
             self.siblings.deletion.wait()

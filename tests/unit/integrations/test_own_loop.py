@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,12 +22,13 @@ from tests.helpers.faults.slow_disk import held_disk
 from tests.helpers.models.zoo.llamas import llama, odd_llama
 from tests.helpers.ranks.launch import HANG_SECS, REPO_ROOT, run_program
 from tests.helpers.runs.engines import open_run
-from tests.helpers.runs.tiny_checkpoint import iteration
+from tests.helpers.runs.tiny_checkpoint import commit_one, iteration
 from xhf_hooks import save_hf
-from xhf_hooks.errors import AgreedError
+from xhf_hooks.errors import AgreedError, TargetError
 from xhf_hooks.exporters import hf_assets
 from xhf_hooks.files.writer import Writer
 from xhf_hooks.integrations.own_loop import OptionsOfCall
+from xhf_hooks.places.checkpoint_folder import CheckpointFolder
 from xhf_hooks.runs import save_context
 from xhf_hooks.system.child_processes import SignalProofChildren
 
@@ -238,3 +240,36 @@ def test_the_options_that_type_checkers_know_are_those_of_the_call():
     options = {one.name: one.annotation for one in parameters if one.name not in ('model', 'out_dir', 'async_save')}
     known = {name: one.__forward_arg__ for name, one in OptionsOfCall.__annotations__.items()}
     assert known == options
+
+
+def commit_as_other_process(folder: Path, step: int) -> None:
+    """Runs of this process do not know of it."""
+    other = CheckpointFolder(folder, 1)
+    other.lock_and_recover()
+    commit_one(other, step)
+    other.unlock()
+
+
+def test_only_a_save_of_this_process_makes_that_of_another_one_a_conflict(tmp_path, monkeypatch):
+    """A call that was refused, such as while another run held the lock, has saved nothing that could be replaced."""
+    folder = tmp_path / 'hf_model'
+    commit_as_other_process(folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, 'lock_and_recover', mock.Mock(side_effect=TargetError('in use')))
+        with pytest.raises(AgreedError, match='in use'):
+            save_hf(odd_llama(), folder, step=10)
+    commit_as_other_process(folder, 2)
+    save_hf(odd_llama(), folder, step=11)
+    assert assert_whole(folder) == 11
+
+
+def test_a_conflict_remains_when_the_call_is_tried_again(tmp_path):
+    folder = tmp_path / 'hf_model'
+    save_hf(odd_llama(), folder, step=1)
+    commit_as_other_process(folder, 2)
+    for _ in range(2):
+        with pytest.raises(AgreedError, match='another process has saved here since this one did'):
+            save_hf(odd_llama(), folder, step=3)
+    folder.rename(tmp_path / 'moved')
+    save_hf(odd_llama(), folder, step=3)
+    assert assert_whole(folder) == 3

@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from logging import LoggerAdapter
 from pathlib import Path
 from signal import Signals
@@ -80,8 +80,8 @@ class RunEnd:
 
     #: Of the process, since the locks of folders belong to it and frontends know nothing of each other.
     _open: ClassVar[list[RunEnd]] = []
-    #: By folder: checksums of the manifests of the newest saves that runs of this process have left there.
-    _left: ClassVar[dict[Path, set[int]]] = {}
+    #: By folder: checksums of the manifests that closed runs of this process have written there.
+    _written: ClassVar[dict[Path, set[int]]] = {}
 
     def __init__(
         self,
@@ -252,8 +252,7 @@ class RunEnd:
                 self.signals.remove(self)
             if not any(task.left() for task in awaited):
                 for target in self._targets:
-                    with suppress(OSError):
-                        RunEnd._left.setdefault(target.path, set()).add(crc32(target.newest_manifest() or b''))
+                    RunEnd._written.setdefault(target.path, set()).update(target.manifest_checksums)
                     target.unlock()
             if self in RunEnd._open and not process_ends:
                 RunEnd._open.remove(self)
@@ -286,8 +285,8 @@ class RunEnd:
         Raises:
             TargetError: One has.
         """
-        left, newest = cls._left.get(target.path), target.newest_manifest()
-        if left is not None and newest is not None and crc32(newest) not in left:
+        written, newest = cls._written.get(target.path), target.newest_manifest()
+        if written and newest is not None and crc32(newest) not in written:
             raise TargetError(
                 f'{target.path}: another process has saved here since this one did, and a save would replace its save; '
                 f'give one of them another out_dir, or move that save away'
