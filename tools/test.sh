@@ -129,9 +129,8 @@ second_tier() {
     local compiling=$!
     (
         run transformers4 test_transformers4
-        run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e)
+        run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e unit)
         run docs build_docs
-        run sweeps test_with .venv sweeps --complete -m needs $(list_files_that_need unit)
     ) &
     # In one pytest, which imports once. First the stress, so that the operators are compiled when others load them
     show needs test_with .venv needs --complete -m needs tests/stress $(list_files_that_need distributed) \
@@ -156,7 +155,7 @@ run_tier() {
     wait
     echo "$1 $SECONDS" >"$logs/tier"
     set -e +m
-    for name in lint unit e2e transformers4 programs docs sweeps; do
+    for name in lint unit e2e transformers4 programs docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"

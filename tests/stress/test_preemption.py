@@ -221,8 +221,8 @@ def test_the_save_is_made(mode, method, tmp_path):
 
 
 def test_a_runner_is_preempted_requeued_into_its_work_dir_and_resumed(tmp_path):
-    """The first run is torchrun's, with data loader workers that a fork server starts."""
-    saved, said, _ = preempt(tmp_path, 'first', launch(tmp_path, 'first', 'forkserver'))
+    """The first run is torchrun's."""
+    saved, said, _ = preempt(tmp_path, 'first', launch(tmp_path, 'first', 'fork'))
     assert saved is not None and saved > 4 and f'saved iter_{saved} to hf_model' in said, said
     assert assert_whole(tmp_path / 'hf_model_best') == 4, said
     assert uploaded(tmp_path) == saved, said

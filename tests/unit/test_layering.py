@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -67,6 +68,7 @@ def _walk(node: ast.AST, at_once: bool) -> Iterator[Import]:
         yield from _walk(child, at_once and not is_typing)
 
 
+@functools.cache
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 

@@ -85,7 +85,6 @@ def cases() -> Iterator[tuple[str, Case]]:
     """All that the installed transformers has, by name."""
     for family in MODELS:
         if available(family):
-            yield family, Case(lambda _, family=family: build(family))
             in_parts = dict(options=dict(dtype='bfloat16'), n_files=2)
             yield f'{family} bf16', Case(lambda _, family=family: build(family), **in_parts)
     for family in ('t5', 'umt5', 'deepseek_v3', 'glm4_moe', 'blip_2'):  # with tensors that some dtype leaves in fp32

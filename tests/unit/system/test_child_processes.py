@@ -31,6 +31,15 @@ def no_other_runs(monkeypatch):
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def server(monkeypatch):
+    """A fork server of this test, which imports nothing; that of ranks would import for 10 s."""
+    forkserver._forkserver._stop()
+    monkeypatch.setattr(forkserver._forkserver, '_preload_modules', [])
+    yield
+    forkserver._forkserver._stop()
+
+
 def test_multiprocessing_has_the_names_that_it_does_not_promise():
     """The one test that says which name has gone; the others would show how children die."""
     assert list(inspect.signature(util.register_after_fork).parameters) == ['obj', 'func']
@@ -169,8 +178,7 @@ def test_a_child_that_got_a_signal_does_not_outlive_its_parent(method, tmp_path)
         time.sleep(0.02)
 
 
-def test_the_last_of_several_runs_restores_multiprocessing(monkeypatch):
-    monkeypatch.setattr('multiprocessing.forkserver._forkserver._forkserver_pid', None)  # of other tests
+def test_the_last_of_several_runs_restores_multiprocessing():
     before = util.spawnv_passfds
     told: list[str] = []
     one, two = SignalProofChildren.start(SIGNALS), SignalProofChildren.start(SIGNALS[:1], told.append)
