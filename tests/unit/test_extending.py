@@ -256,7 +256,8 @@ def test_what_a_source_says_of_ranks_is_checked(tmp_path, spread, words):
 @pytest.mark.parametrize(
     ('gathered', 'words'),
     [
-        ({}, r'expected the whole tensor, found None'),
+        ({}, 'expected the whole tensor, found NoneType'),
+        ({'w': [1.0]}, 'expected the whole tensor, found list'),
         ({'w': torch.zeros(3, 2)}, r'expected F32 \(2, 3\), found torch\.float32 \(3, 2\)'),
     ],
 )

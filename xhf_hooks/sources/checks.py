@@ -20,7 +20,8 @@ def read_local_elements(source: Source, spec: TensorSpec) -> LocalElements:
     """
     where, found = f'{spec.name}: {type(source).__name__}.local_elements()', source.local_elements(spec)
     if not isinstance(found, LocalElements) or not isinstance(found.elements, torch.Tensor):
-        raise TensorError(f'{where}: expected LocalElements with a tensor, found {found!r:.100}')
+        inside = f' with {type(found.elements).__name__}' if isinstance(found, LocalElements) else ''
+        raise TensorError(f'{where}: expected LocalElements with a tensor, found {type(found).__name__}{inside}')
     dtype = TORCH_DTYPES[spec.dtype]
     if found.elements.dim() != 1 or found.elements.dtype != dtype:
         raise TensorError(
@@ -63,7 +64,7 @@ def require_gathered(
             continue
         tensor = found.get(spec.name)
         if not isinstance(tensor, torch.Tensor):
-            raise TensorError(f'{spec.name}: {where}: expected the whole tensor, found {tensor!r:.100}')
+            raise TensorError(f'{spec.name}: {where}: expected the whole tensor, found {type(tensor).__name__}')
         if tuple(tensor.shape) != spec.shape or tensor.dtype != TORCH_DTYPES[spec.dtype]:
             raise TensorError(
                 f'{spec.name}: {where}: expected {spec.dtype} {spec.shape}, found {tensor.dtype} {tuple(tensor.shape)}'
