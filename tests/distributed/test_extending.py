@@ -160,7 +160,7 @@ def save_with_errors(root: Path) -> list[str]:
 
         SOURCES.register_module()(Wrong)
         for wrong in (
-            lambda elements, spec: None,
+            lambda elements, spec: elements,
             lambda elements, spec: LocalElements(0, elements.reshape(-1, spec.shape[1])),
             lambda elements, spec: LocalElements(0, elements.float()),
             lambda elements, spec: LocalElements(0, elements[:1]),
@@ -218,7 +218,7 @@ def test_the_manifest_names_the_engine(saved):
 def test_each_rank_gets_what_is_wrong_on_one(saved):
     first, *others = check(saved, 'errors')
     expected = [
-        'Wrong.local_elements(): expected LocalElements with a tensor, found None',
+        'Wrong.local_elements(): expected LocalElements with a tensor, found Tensor',
         'expected elements in one dimension (reshape(-1)) and in torch.bfloat16, found the shape',
         'in one dimension (reshape(-1)) and in torch.bfloat16, found the shape',
         'model.embed_tokens.weight: ',
