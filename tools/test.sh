@@ -44,8 +44,8 @@ need_debian_packages() {
 compile_operators() {
     use_env .venv
     rm -f .torch_extensions/*/lock "$TORCH_EXTENSIONS_DIR"/{async_io,pin_memory}/lock # left by an interrupted run
-    nice python -c 'from tests.helpers.ranks.simulated_device import extension; extension()'
-    nice python -c 'from tests.helpers.ranks.async_io import load_async_io; load_async_io()'
+    python -c 'from tests.helpers.ranks.simulated_device import extension; extension()'
+    python -c 'from tests.helpers.ranks.async_io import load_async_io; load_async_io()'
 }
 
 lint() {
@@ -80,11 +80,8 @@ test_xtuner() {
     test_with ".venv-$1" xtuner --complete -m 'not modern_only' "${XTUNERS[@]}" "${left_out[@]}"
 }
 
-# Families that transformers 4.52 to 4.57 save under other names than they have in memory. Makes the overlays first, with
-# which the row after this one reads, too.
+# Families that transformers 4.52 to 4.57 save under other names than they have in memory.
 test_transformers4() {
-    make_overlay transformers-4.48.0 .venv
-    make_overlay transformers-4.57.6 .venv
     export PYTHONPATH=$PWD/.overlay-transformers-4.57.6
     test_with .venv transformers4 tests/unit/exporters/test_{families,golden}.py tests/distributed/test_zoo.py
 }
@@ -125,16 +122,19 @@ second_tier() {
     # For DeepSpeed's NVMe operator, and file systems to mount
     need_debian_packages libaio-dev xfsprogs btrfs-progs iproute2
     make_env .venv modern test stores docs
+    make_overlay transformers-4.48.0 .venv
+    make_overlay transformers-4.57.6 .venv
     compile_operators >"$logs/operators.log" 2>&1 &
     local compiling=$!
     (
         run transformers4 test_transformers4
+        run distributed test_with .venv distributed --complete -m needs $(list_files_that_need distributed)
+    ) &
+    (
         run programs test_with .venv programs --complete -m needs $(list_files_that_need e2e unit)
         run docs build_docs
     ) &
-    # In one pytest, which imports once. First the stress, so that the operators are compiled when others load them
-    show needs test_with .venv needs --complete -m needs tests/stress $(list_files_that_need distributed) \
-        --ignore=tests/stress/test_network_fs.py
+    show stress test_with .venv stress --complete -m needs tests/stress --ignore=tests/stress/test_network_fs.py
     wait "$compiling"
 }
 
@@ -155,7 +155,7 @@ run_tier() {
     wait
     echo "$1 $SECONDS" >"$logs/tier"
     set -e +m
-    for name in lint unit e2e transformers4 programs docs; do
+    for name in lint unit e2e transformers4 distributed programs docs; do
         [[ ! -s $logs/$name.log ]] || { echo "== $name" && cat "$logs/$name.log"; }
     done
     .venv/bin/python tools/test_times.py "$logs"
