@@ -4,7 +4,7 @@
 #     bash tools/matrix.sh                     all sets of requirements/matrix
 #     bash tools/matrix.sh torch-2.6 newest    some of them
 #
-# For each set: what `pip install .` would change there (it must add this package alone); tests/unit, in which
+# For each set: what `pip install .` would change there (it must add this package alone: isal is there); tests/unit, in which
 # test_families compares names, tensors and configs of more than 50 families with save_pretrained of that transformers;
 # tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
 # converts and verifies; where XTuner is installed, tests/e2e/xtuner_stack, its real runs. Then the set's row of the
@@ -30,7 +30,7 @@ make_set() {
     _step "$dir: $file" "$uv" pip install -q --python "$dir/bin/python" -r "$file"
     no_deps=$(sed -n 's/^# alone: //p' "$file")
     [[ ! $no_deps ]] || _step "$dir: $no_deps" "$dir/bin/python" -m pip install -q --no-deps --ignore-requires-python "$no_deps"
-    _step "$dir: tests" "$uv" pip install -q --python "$dir/bin/python" ninja psutil \
+    _step "$dir: tests" "$uv" pip install -q --python "$dir/bin/python" ninja psutil isal \
         $(grep -E '^(pytest|hypothesis)==' requirements/test.txt)
     # DeepSpeed 0.13 and 0.14 import Intel's packages on a CPU, for which sitecustomize.py there fills in
     PYTHONPATH=$PWD/tests/e2e/xtuner_stack _compile_deepspeed "$dir"
