@@ -4,9 +4,9 @@
 #     bash tools/matrix.sh                     all sets of requirements/matrix
 #     bash tools/matrix.sh torch-2.6 newest    some of them
 #
-# For each set: what `pip install .` would change there (it must add this package alone: isal is there); tests/unit, in which
-# test_families compares names, tensors and configs of more than 50 families with save_pretrained of that transformers;
-# tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
+# For each set: what `pip install .` would change there (it must add this package alone, since isal is there); tests/unit,
+# in which test_families compares names, tensors and configs of more than 50 families with save_pretrained of that
+# transformers; tests/distributed/test_any_set.py, which trains at ZeRO-3 on two ranks and compares bytes, async and with LoRA,
 # converts and verifies; where XTuner is installed, tests/e2e/xtuner_stack, its real runs. Then the set's row of the
 # table in docs/versions.md is written anew.
 #

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -68,7 +67,7 @@ def _walk(node: ast.AST, at_once: bool) -> Iterator[Import]:
         yield from _walk(child, at_once and not is_typing)
 
 
-@functools.cache
+@cache
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 

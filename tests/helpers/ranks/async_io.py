@@ -13,18 +13,17 @@ def load_async_io() -> None:
     """Load them, for all of this process. tools/test.sh compiles them beforehand."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
-    compile_as_one(PinMemoryBuilder(), ('deepspeed_pin_tensor.cpp', 'py_ds_pin_memory.cpp')).load()
-    builder = AsyncIOBuilder()
-    compile_as_one(builder, [Path(name).name for name in builder.sources() if 'py_lib' in name]).load()
+    compile_as_one(PinMemoryBuilder(), 'pin_memory').load()
+    compile_as_one(AsyncIOBuilder(), 'py_lib').load()
 
 
-def compile_as_one(builder: Any, names: list[str] | tuple[str, ...]) -> Any:
-    """Let it compile these files as one, and without debugging information.
+def compile_as_one(builder: Any, folder: str) -> Any:
+    """Let it compile its files in a folder as one, and without debugging information.
 
-    Each instantiates the same templates of torch/extension.h, which takes nearly all of the time.
+    Most instantiate the same templates of torch/extension.h, which takes nearly all of the time.
     """
     files = [Path(builder.deepspeed_src_path(name)) for name in builder.sources()]
-    templates = [file for file in files if file.name in names]
+    templates = [file for file in files if file.parent.name == folder]
     headers = sorted(templates[0].parent.glob('*.h'))  # some have no guards
     lines = [*(f'#import "{header}"' for header in headers), *(f'#include "{file}"' for file in templates)]
     one = Path(os.environ['TORCH_EXTENSIONS_DIR'], f'all_of_{builder.name}.cpp')
